@@ -1,0 +1,71 @@
+#pragma once
+
+/* common/kv/layout.h - where a head's bytes lie in a worker's KV pool.
+ *
+ *   [layer group][block][kv head][layer in group][k, v][token][head_dim]
+ *
+ * A layer group is the unit of shipping and sealing. Within a group a block is one contiguous run,
+ * neighbouring blocks are one longer run, and a KV head's slice of a block is contiguous whatever
+ * the tensor-parallel split. Readers use the strides below and assume nothing. The last group may
+ * have fewer layers. Immutable values; any thread. */
+
+#include "common/base/hash.h"
+#include "common/base/status.h"
+#include "common/model_file/model_file.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef uint32_t pd_block; /* index into a pool, 0 .. blocks - 1 */
+#define PD_BLOCK_NONE UINT32_MAX
+
+/* Block sizes are multiples of this: attention works in tiles of 16 tokens at absolute
+ * positions, and a tile never crosses a block. */
+#define PD_KV_TILE_TOKENS 16
+
+typedef struct pd_kv_layout {
+    pd_dtype dtype; /* PD_F16 so far */
+    uint32_t layers, kv_heads, head_dim;
+    uint32_t block_tokens;
+    uint32_t group_layers; /* layers a group; the last may have fewer */
+    uint32_t groups;
+    uint32_t blocks; /* of the pool */
+    uint32_t element_bytes;
+    /* strides, bytes */
+    uint64_t token_bytes; /* head_dim * element_bytes */
+    uint64_t half_bytes;  /* k to v: block_tokens * token_bytes */
+    uint64_t layer_bytes; /* k and v of one layer and head */
+    uint64_t pool_bytes;
+    uint64_t block_bytes_all; /* a block over all groups */
+} pd_kv_layout;
+
+typedef struct pd_kv_layout_options {
+    pd_dtype dtype;
+    uint32_t block_tokens;
+    uint32_t group_layers; /* 0: chosen so that a group's block is about 64 KiB */
+    uint64_t memory_bytes; /* of the pool; as many blocks as fit */
+    uint32_t blocks_max;   /* 0: no other limit than memory */
+} pd_kv_layout_options;
+
+/* Errors: PD_E_INVALID (block_tokens no multiple of 16, 0 or over 256), PD_E_UNSUPPORTED (dtype),
+ * PD_E_TOO_LARGE (memory holds no block). */
+PD_CHECKED pd_status pd_kv_layout_make(const pd_model_shape *shape,
+                                       const pd_kv_layout_options *options,
+                                       pd_kv_layout *layout_out);
+
+uint32_t pd_kv_layout_group_layers(const pd_kv_layout *layout, uint32_t group); /* layers in it */
+static inline uint32_t pd_kv_layout_group_of(const pd_kv_layout *layout, uint32_t layer)
+{
+    return layer / layout->group_layers;
+}
+/* Bytes of one block in one group. */
+uint64_t pd_kv_layout_block_bytes(const pd_kv_layout *layout, uint32_t group);
+/* Offset into the pool of (group, block): block_bytes(group) contiguous bytes. */
+uint64_t pd_kv_layout_block_offset(const pd_kv_layout *layout, uint32_t group, pd_block block);
+/* Offset into the pool of K of (layer, block, head), [token][head_dim]; V lies half_bytes on. */
+uint64_t pd_kv_layout_k_offset(const pd_kv_layout *layout, uint32_t layer, pd_block block,
+                               uint32_t kv_head);
+/* Everything two workers must agree on to exchange blocks (not the number of blocks). */
+uint64_t pd_kv_layout_fingerprint(const pd_kv_layout *layout);
+/* "f16 30x3x64 blocks of 16 tokens, groups of 5 layers": for errors and status. */
+void pd_kv_layout_describe(const pd_kv_layout *layout, char *text, size_t size);

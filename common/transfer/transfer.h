@@ -1,0 +1,95 @@
+#pragma once
+
+/* common/transfer/transfer.h - KV blocks from one worker's pool into another's, whoever carries
+ * them.
+ *
+ * A transfer endpoint (pd_transfer) owns the memory that others may write: the KV pool is allocated
+ * by it, since who carries blocks decides which memory is fast. It runs on a thread of its own,
+ * which alone touches the carrier (UCX). The caller's thread and it talk through bounded queues:
+ * every function below is for the owner's loop thread, but those that say otherwise. Results come
+ * from pd_transfer_poll, announced by pd_transfer_fd.
+ *
+ * A put names a peer, a run of source bytes in the own pool and where it goes in the peer's. After
+ * its puts a caller sends a notice; it is delivered at the peer only after every put posted before
+ * it to that peer has landed, and is not sent at all when one of them failed. So a notice that
+ * arrives means that its bytes are there. */
+
+#include "common/base/status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct pd_transfer pd_transfer;
+
+#define PD_TRANSFER_NOTICE_BYTES_MAX  8192
+#define PD_TRANSFER_ADDRESS_BYTES_MAX 4096
+
+typedef struct pd_transfer_options {
+    const char *backend;   /* "ucx" */
+    const char *transport; /* "shm", "tcp" or "auto" (shm within a host, else tcp) */
+    const char *device;    /* network device for tcp, such as "lo"; NULL: lo */
+    uint64_t pool_bytes;
+    uint32_t peers_max;
+    uint32_t puts_in_flight_max; /* a peer; 0: 128 */
+} pd_transfer_options;
+
+/* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED, PD_E_IO. */
+PD_CHECKED pd_status pd_transfer_create(const pd_transfer_options *options,
+                                        pd_transfer **transfer_out);
+/* Ends the thread and the pool. */
+void pd_transfer_destroy(pd_transfer *transfer);
+
+/* The pool: pool_bytes, zeroed, page-aligned. */
+void *pd_transfer_pool(const pd_transfer *transfer);
+/* What a peer needs to write here: opaque bytes, for pd_transfer_connect on the other side. */
+const void *pd_transfer_address(const pd_transfer *transfer, size_t *bytes_out);
+
+typedef uint32_t pd_peer; /* index, 0 .. peers_max - 1; chosen by the transfer */
+
+/* Starts connecting to a peer by its address (same backend, checked). tag is the caller's and
+ * comes back in events. The event PD_TRANSFER_CONNECTED or PD_TRANSFER_PEER_DOWN follows.
+ * Errors: PD_E_INVALID (not an address), PD_E_OVERLOAD (peers_max). */
+PD_CHECKED pd_status pd_transfer_connect(pd_transfer *transfer, const void *address, size_t bytes,
+                                         uint64_t tag, pd_peer *peer_out);
+/* Force-closes; puts and notices under way are failed with PD_E_CANCELLED. The index is free for
+ * reuse after the event PD_TRANSFER_CLOSED. */
+void pd_transfer_close(pd_transfer *transfer, pd_peer peer);
+
+/* Adds a put of bytes from the own pool to the peer's pool. ticket groups puts and the notice after
+ * them. PD_E_OVERLOAD: the queue is full, try after the next poll; PD_E_PEER: not connected.
+ * pd_transfer_put and pd_transfer_notice may be called from one other thread (the compute
+ * thread) instead of the loop thread, if always from that one. */
+PD_CHECKED pd_status pd_transfer_put(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
+                                     uint64_t source_offset, uint64_t target_offset,
+                                     uint64_t bytes);
+/* After the ticket's puts so far: notice bytes for the peer. The event PD_TRANSFER_SENT with the
+ * ticket tells when it is safe to reuse the source of every put before it, or that they failed.
+ * One PD_TRANSFER_SENT a notice. A ticket may have several notices. */
+PD_CHECKED pd_status pd_transfer_notice(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
+                                        const void *bytes, size_t len);
+
+typedef enum pd_transfer_event_kind {
+    PD_TRANSFER_CONNECTED, /* peer, tag, lane: what carries the bytes, such as "posix+cma" */
+    PD_TRANSFER_PEER_DOWN, /* peer, tag, status: connection failed or broke; close it */
+    PD_TRANSFER_CLOSED,    /* peer, tag */
+    PD_TRANSFER_SENT,      /* peer, tag, ticket, status, bytes, wire_ns */
+    PD_TRANSFER_NOTICE,    /* notice, notice_len: from a peer */
+} pd_transfer_event_kind;
+
+typedef struct pd_transfer_event {
+    pd_transfer_event_kind kind;
+    pd_status status;
+    pd_peer peer;
+    uint64_t tag;
+    uint64_t ticket;
+    uint64_t bytes;   /* put for this notice */
+    uint64_t wire_ns; /* first put posted to all landed */
+    uint64_t post_ns; /* of that, spent posting */
+    char lane[64];
+    size_t notice_len;
+    unsigned char notice[PD_TRANSFER_NOTICE_BYTES_MAX];
+} pd_transfer_event;
+
+int pd_transfer_fd(const pd_transfer *transfer);
+/* PD_E_AGAIN when there is none. */
+PD_CHECKED pd_status pd_transfer_poll(pd_transfer *transfer, pd_transfer_event *event_out);

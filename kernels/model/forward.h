@@ -1,0 +1,59 @@
+#pragma once
+
+/* kernels/model/forward.h - a batch of tokens through the layers of a llama-shaped model.
+ *
+ * One model an engine thread. The KV pool is memory laid out by common/kv/layout and owned by the
+ * caller. A step takes rows (tokens) of several sequences: prefill chunks and decode steps are the
+ * same thing with other counts. A row's result is bit for bit the same whatever shares its step,
+ * however the prompt was cut into chunks, with any number of threads and any instruction set. */
+
+#include "common/kv/layout.h"
+#include "common/model_file/model_file.h"
+
+typedef struct kern_model kern_model;
+
+typedef struct kern_options {
+    const char *device;   /* "cpu": the fastest here; "cpu-ref": the scalar reference; "cpu-avx2",
+                             "cpu-avx512": that one or PD_E_UNSUPPORTED */
+    uint32_t threads;     /* compute threads, the caller's included; 0: one a usable core */
+    uint32_t context_max; /* positions 0 .. context_max - 1 */
+    uint32_t rows_max;    /* tokens a step */
+    uint32_t logits_rows_max; /* rows of a step whose logits are wanted */
+} kern_options;
+
+/* Weights are repacked for the backend. file must outlive the model. Errors: PD_E_UNSUPPORTED (a
+ * device this machine or build lacks, with the probe's reason logged; a weight format without
+ * kernels), PD_E_NOMEM. */
+PD_CHECKED pd_status kern_model_create(const pd_model_file *file, const kern_options *options,
+                                       kern_model **model_out);
+void kern_model_destroy(kern_model *model);
+const char *kern_model_backend(const kern_model *model); /* "cpu-avx512", ... */
+uint64_t kern_model_bytes(const kern_model *model);      /* memory held */
+
+/* A part of one sequence: tokens at positions position .. position + count - 1. The KV of all
+ * positions before is in the pool; this step's is written to it. */
+typedef struct kern_slice {
+    const uint32_t *tokens; /* [count] */
+    uint32_t count;
+    uint32_t position;      /* of tokens[0] */
+    const pd_block *blocks; /* block table from position 0; covers position + count tokens */
+    uint32_t logits_from; /* rows logits_from .. count - 1 of this slice get logits (count: none) */
+    float *logits;        /* [count - logits_from][vocab], written; NULL when none */
+} kern_slice;
+
+/* Called on the stepping thread when every layer of the group is done for all rows: its KV in the
+ * pool is final for this step. */
+typedef void kern_group_done_fn(void *ctx, uint32_t group);
+
+typedef struct kern_step {
+    const pd_kv_layout *layout;
+    void *pool; /* layout->pool_bytes */
+    const kern_slice *slices;
+    uint32_t slices_count;
+    kern_group_done_fn *group_done; /* may be NULL */
+    void *group_done_ctx;
+} kern_step;
+
+/* Runs the step; the caller's thread computes too. Sum of counts <= rows_max (pd_assert).
+ * Errors: PD_E_INVALID (a token id or position out of range), PD_E_INTERNAL (logits not finite). */
+PD_CHECKED pd_status kern_model_step(kern_model *model, const kern_step *step);
