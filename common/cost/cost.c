@@ -1,0 +1,83 @@
+#include "common/cost/cost.h"
+
+#include <math.h>
+
+/* Weight of a new observation against all before it; the first ones count more, so that a cold
+ * model is right after a few requests. */
+static double weight(uint64_t seen)
+{
+    double fresh = 1.0 / (double)(seen + 1);
+    return fresh > 0.05 ? fresh : 0.05;
+}
+
+void pd_cost_init(pd_cost *cost)
+{
+    /* a small model on one CPU core: right within a factor of a few until measured */
+    *cost = (pd_cost){
+        .prefill_base_ms = 2.0,
+        .prefill_token_ms = 1.0,
+        .prefill_token_context_ms = 1e-4,
+        .decode_base_ms = 4.0,
+        .decode_sequence_ms = 0.5,
+        .decode_context_ms = 5e-4,
+        .ship_base_ms = 0.3,
+        .ship_byte_ms = 1e-6, /* 1 GB/s */
+    };
+}
+
+double pd_cost_prefill_ms(const pd_cost *cost, uint32_t new_tokens, uint32_t cached_tokens)
+{
+    double new_count = new_tokens;
+    if (new_tokens == 0)
+        return 0;
+    return cost->prefill_base_ms + new_count * cost->prefill_token_ms +
+           new_count * (cached_tokens + new_count / 2) * cost->prefill_token_context_ms;
+}
+
+double pd_cost_decode_step_ms(const pd_cost *cost, uint32_t batch, uint64_t context_tokens)
+{
+    if (batch == 0)
+        return 0;
+    return cost->decode_base_ms + batch * cost->decode_sequence_ms +
+           (double)context_tokens * cost->decode_context_ms;
+}
+
+double pd_cost_ship_ms(const pd_cost *cost, uint64_t bytes)
+{
+    return bytes == 0 ? 0 : cost->ship_base_ms + (double)bytes * cost->ship_byte_ms;
+}
+
+/* The factor by which coefficients move: towards measured / predicted, at most by 4 at a time. */
+static double correction(double predicted_ms, double ms, uint64_t seen)
+{
+    if (!isfinite(ms) || ms <= 0 || predicted_ms <= 0)
+        return 1;
+    double ratio = ms / predicted_ms;
+    ratio = ratio < 0.25 ? 0.25 : ratio > 4 ? 4 : ratio;
+    return 1 + weight(seen) * (ratio - 1);
+}
+
+void pd_cost_observe_prefill(pd_cost *cost, uint32_t new_tokens, uint32_t cached_tokens, double ms)
+{
+    double predicted_ms = pd_cost_prefill_ms(cost, new_tokens, cached_tokens);
+    double factor = correction(predicted_ms, ms, cost->prefill_seen++);
+    cost->prefill_base_ms *= factor;
+    cost->prefill_token_ms *= factor;
+    cost->prefill_token_context_ms *= factor;
+}
+
+void pd_cost_observe_decode(pd_cost *cost, uint32_t batch, uint64_t context_tokens, double ms)
+{
+    double predicted_ms = pd_cost_decode_step_ms(cost, batch, context_tokens);
+    double factor = correction(predicted_ms, ms, cost->decode_seen++);
+    cost->decode_base_ms *= factor;
+    cost->decode_sequence_ms *= factor;
+    cost->decode_context_ms *= factor;
+}
+
+void pd_cost_observe_ship(pd_cost *cost, uint64_t bytes, double ms)
+{
+    double factor = correction(pd_cost_ship_ms(cost, bytes), ms, cost->ship_seen++);
+    cost->ship_base_ms *= factor;
+    cost->ship_byte_ms *= factor;
+}

@@ -1,0 +1,35 @@
+#pragma once
+
+/* common/wire/notice.h - the word that travels with KV blocks, on the data plane.
+ *
+ * A prefill worker sends one after each run of blocks of one layer group has landed (the transfer
+ * delivers it only then), and always a last one for a transfer: the final blocks, or
+ * PD_NOTICE_ABORT, after which it never writes those blocks again. Little-endian, fixed layout. */
+
+#include "common/wire/messages.h"
+
+typedef enum pd_notice_kind {
+    PD_NOTICE_BLOCKS = 1,
+    PD_NOTICE_ABORT = 2,
+} pd_notice_kind;
+
+typedef struct pd_notice {
+    pd_notice_kind kind;
+    pd_request_key key;
+    uint64_t sender, receiver; /* incarnations */
+    uint32_t group;
+    uint32_t first_block; /* index in the request's prompt */
+    uint32_t count;
+    uint32_t valid_tokens; /* of the last block of the run: fewer than a block's when partial */
+    const uint64_t *seals; /* [count] common/kv/seal, all heads; NULL: not sealed */
+} pd_notice;
+
+/* Blocks a notice can carry seals for. */
+#define PD_NOTICE_BLOCKS_MAX 512
+
+/* Writes at most PD_TRANSFER_NOTICE_BYTES_MAX bytes; returns how many. count <=
+ * PD_NOTICE_BLOCKS_MAX. */
+size_t pd_notice_pack(const pd_notice *notice, unsigned char *bytes);
+/* seals: [PD_NOTICE_BLOCKS_MAX], filled and pointed to. PD_E_INVALID: not a notice. */
+PD_CHECKED pd_status pd_notice_unpack(const unsigned char *bytes, size_t len, uint64_t *seals,
+                                      pd_notice *notice_out);
