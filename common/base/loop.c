@@ -145,6 +145,16 @@ pd_status pd_loop_add_prepare(pd_loop *loop, pd_loop_prepare_fn *fn, void *ctx)
     return PD_OK;
 }
 
+void pd_loop_remove_prepare(pd_loop *loop, pd_loop_prepare_fn *fn, void *ctx)
+{
+    for (uint32_t i = 0; i < loop->prepare_count; i++) {
+        if (loop->prepare[i].fn == fn && loop->prepare[i].ctx == ctx) {
+            loop->prepare[i] = loop->prepare[--loop->prepare_count];
+            return;
+        }
+    }
+}
+
 pd_status pd_loop_timer_create(pd_loop *loop, pd_loop_fn *fn, void *ctx, pd_loop_timer **timer_out)
 {
     pd_loop_timer *timer = pd_calloc(1, sizeof *timer);

@@ -31,6 +31,10 @@ void pd_loop_remove_fd(pd_loop *loop, int fd);
  * re-checked here. */
 PD_CHECKED pd_status pd_loop_add_prepare(pd_loop *loop, pd_loop_prepare_fn *fn, void *ctx);
 
+/* Ends what pd_loop_add_prepare began; unknown pairs are ignored. Not from inside a prepare call.
+ */
+void pd_loop_remove_prepare(pd_loop *loop, pd_loop_prepare_fn *fn, void *ctx);
+
 /* A timer that is not armed yet; ends with the loop. */
 PD_CHECKED pd_status pd_loop_timer_create(pd_loop *loop, pd_loop_fn *fn, void *ctx,
                                           pd_loop_timer **timer_out);
