@@ -1,0 +1,141 @@
+#include "common/kv/layout.h"
+#include "common/base/log.h"
+
+#include <stdio.h>
+
+/* A put of about this size keeps shared memory and tcp at full rate without making a layer wait
+ * long for its neighbours. */
+#define GROUP_BLOCK_BYTES_AIM 65536
+
+#define BLOCK_TOKENS_MAX 256
+
+static uint32_t choose_group_layers(uint32_t layers, uint64_t block_layer_bytes)
+{
+    uint64_t chosen = (GROUP_BLOCK_BYTES_AIM + block_layer_bytes / 2) / block_layer_bytes;
+    if (chosen == 0)
+        return 1;
+    return chosen > layers ? layers : (uint32_t)chosen;
+}
+
+static pd_status check(const pd_model_shape *shape, const pd_kv_layout_options *options)
+{
+    if (options->dtype != PD_F16) {
+        pd_log_error("msg=\"kv layout: only f16 blocks are supported\" dtype=%d",
+                     (int)options->dtype);
+        return PD_E_UNSUPPORTED;
+    }
+    if (options->block_tokens == 0 || options->block_tokens > BLOCK_TOKENS_MAX ||
+        options->block_tokens % PD_KV_TILE_TOKENS != 0) {
+        pd_log_error("msg=\"kv layout: block_tokens must be a multiple of %d, at most %d\" "
+                     "block_tokens=%u",
+                     PD_KV_TILE_TOKENS, BLOCK_TOKENS_MAX, options->block_tokens);
+        return PD_E_INVALID;
+    }
+    /* far above any model; keeps every product below in 64 bits */
+    if (shape->layers == 0 || shape->layers > 65536 || shape->kv_heads == 0 ||
+        shape->kv_heads > 65536 || shape->head_dim == 0 || shape->head_dim > 65536) {
+        pd_log_error("msg=\"kv layout: the model's shape is out of range\" layers=%u kv_heads=%u "
+                     "head_dim=%u",
+                     shape->layers, shape->kv_heads, shape->head_dim);
+        return PD_E_INVALID;
+    }
+    return PD_OK;
+}
+
+pd_status pd_kv_layout_make(const pd_model_shape *shape, const pd_kv_layout_options *options,
+                            pd_kv_layout *layout_out)
+{
+    pd_status status = check(shape, options);
+    if (status != PD_OK)
+        return status;
+    pd_kv_layout layout = {
+        .dtype = options->dtype,
+        .layers = shape->layers,
+        .kv_heads = shape->kv_heads,
+        .head_dim = shape->head_dim,
+        .block_tokens = options->block_tokens,
+        .element_bytes = 2,
+    };
+    layout.token_bytes = (uint64_t)layout.head_dim * layout.element_bytes;
+    layout.half_bytes = layout.block_tokens * layout.token_bytes;
+    layout.layer_bytes = 2 * layout.half_bytes;
+    uint64_t block_layer_bytes = layout.kv_heads * layout.layer_bytes;
+    layout.group_layers = options->group_layers != 0
+                              ? options->group_layers
+                              : choose_group_layers(layout.layers, block_layer_bytes);
+    if (layout.group_layers > layout.layers)
+        layout.group_layers = layout.layers;
+    layout.groups = (layout.layers + layout.group_layers - 1) / layout.group_layers;
+    layout.block_bytes_all = layout.layers * block_layer_bytes;
+    uint64_t blocks = options->memory_bytes / layout.block_bytes_all;
+    if (options->blocks_max != 0 && blocks > options->blocks_max)
+        blocks = options->blocks_max;
+    if (blocks > PD_BLOCK_NONE - 1)
+        blocks = PD_BLOCK_NONE - 1;
+    if (blocks == 0) {
+        pd_log_error("msg=\"kv layout: the memory does not hold one block\" memory_bytes=%llu "
+                     "block_bytes=%llu",
+                     (unsigned long long)options->memory_bytes,
+                     (unsigned long long)layout.block_bytes_all);
+        return PD_E_TOO_LARGE;
+    }
+    layout.blocks = (uint32_t)blocks;
+    layout.pool_bytes = blocks * layout.block_bytes_all;
+    *layout_out = layout;
+    return PD_OK;
+}
+
+uint32_t pd_kv_layout_group_layers(const pd_kv_layout *layout, uint32_t group)
+{
+    pd_assert(group < layout->groups);
+    uint32_t before = group * layout->group_layers;
+    uint32_t left = layout->layers - before;
+    return left < layout->group_layers ? left : layout->group_layers;
+}
+
+uint64_t pd_kv_layout_block_bytes(const pd_kv_layout *layout, uint32_t group)
+{
+    return (uint64_t)pd_kv_layout_group_layers(layout, group) * layout->kv_heads *
+           layout->layer_bytes;
+}
+
+uint64_t pd_kv_layout_block_offset(const pd_kv_layout *layout, uint32_t group, pd_block block)
+{
+    pd_assert(block < layout->blocks);
+    /* every group before this one is a full one */
+    uint64_t group_start = (uint64_t)group * layout->group_layers * layout->kv_heads *
+                           layout->layer_bytes * layout->blocks;
+    return group_start + block * pd_kv_layout_block_bytes(layout, group);
+}
+
+uint64_t pd_kv_layout_k_offset(const pd_kv_layout *layout, uint32_t layer, pd_block block,
+                               uint32_t kv_head)
+{
+    pd_assert(layer < layout->layers && kv_head < layout->kv_heads);
+    uint32_t group = pd_kv_layout_group_of(layout, layer);
+    uint64_t in_group = layer - group * layout->group_layers;
+    uint64_t head_bytes = pd_kv_layout_group_layers(layout, group) * layout->layer_bytes;
+    return pd_kv_layout_block_offset(layout, group, block) + kv_head * head_bytes +
+           in_group * layout->layer_bytes;
+}
+
+uint64_t pd_kv_layout_fingerprint(const pd_kv_layout *layout)
+{
+    /* fields one by one: padding and the pool's size must not take part */
+    const uint32_t fields[] = {
+        1, /* order of the dimensions: this file's version of it */
+        layout->dtype,
+        layout->layers,
+        layout->kv_heads,
+        layout->head_dim,
+        layout->block_tokens,
+        layout->group_layers,
+    };
+    return pd_hash64(fields, sizeof fields, 0);
+}
+
+void pd_kv_layout_describe(const pd_kv_layout *layout, char *text, size_t size)
+{
+    snprintf(text, size, "f16 %ux%ux%u blocks of %u tokens, groups of %u layers", layout->layers,
+             layout->kv_heads, layout->head_dim, layout->block_tokens, layout->group_layers);
+}
