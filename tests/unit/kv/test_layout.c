@@ -1,0 +1,139 @@
+#include "common/kv/layout.h"
+#include "tests/unit/kv/cmocka_all.h"
+
+#include "common/base/log.h"
+#include "common/base/mem.h"
+
+static pd_model_shape shape_of(uint32_t layers, uint32_t kv_heads, uint32_t head_dim)
+{
+    return (pd_model_shape){.layers = layers, .kv_heads = kv_heads, .head_dim = head_dim};
+}
+
+static pd_kv_layout make(pd_model_shape shape, pd_kv_layout_options options)
+{
+    pd_kv_layout layout;
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_OK);
+    return layout;
+}
+
+/* Every K and V run of every layer, block and head: none may overlap, none may be left over. */
+static void every_byte_of_the_pool_belongs_to_one_place(void **state)
+{
+    (void)state;
+    static const uint32_t layers[] = {1, 5, 7};
+    for (size_t s = 0; s < 3; s++) {
+        for (uint32_t group_layers = 0; group_layers <= layers[s] + 1; group_layers++) {
+            pd_kv_layout layout =
+                make(shape_of(layers[s], 3, 8), (pd_kv_layout_options){.dtype = PD_F16,
+                                                                       .block_tokens = 16,
+                                                                       .group_layers = group_layers,
+                                                                       .memory_bytes = 1 << 20,
+                                                                       .blocks_max = 5});
+            assert_int_equal(layout.blocks, 5);
+            unsigned char *seen = pd_calloc(1, layout.pool_bytes);
+            assert_non_null(seen);
+            for (uint32_t layer = 0; layer < layout.layers; layer++) {
+                for (pd_block block = 0; block < layout.blocks; block++) {
+                    for (uint32_t head = 0; head < layout.kv_heads; head++) {
+                        uint64_t k = pd_kv_layout_k_offset(&layout, layer, block, head);
+                        for (uint64_t i = 0; i < 2 * layout.half_bytes; i++) {
+                            assert_true(k + i < layout.pool_bytes);
+                            seen[k + i]++;
+                        }
+                    }
+                }
+            }
+            for (uint64_t i = 0; i < layout.pool_bytes; i++)
+                assert_int_equal(seen[i], 1);
+            pd_free(seen);
+        }
+    }
+}
+
+static void a_block_and_a_heads_slice_are_contiguous_in_a_group(void **state)
+{
+    (void)state;
+    pd_kv_layout layout =
+        make(shape_of(30, 3, 64),
+             (pd_kv_layout_options){.dtype = PD_F16, .block_tokens = 16, .memory_bytes = 64 << 20});
+    assert_int_equal(layout.group_layers, 5); /* 12 KiB a layer: 60 KiB is nearest to 64 */
+    assert_int_equal(layout.groups, 6);
+    assert_int_equal(layout.blocks, (64u << 20) / layout.block_bytes_all);
+    for (uint32_t group = 0; group < layout.groups; group++) {
+        uint64_t bytes = pd_kv_layout_block_bytes(&layout, group);
+        uint64_t slice = bytes / layout.kv_heads;
+        for (pd_block block = 0; block + 1 < layout.blocks; block++) {
+            uint64_t start = pd_kv_layout_block_offset(&layout, group, block);
+            assert_int_equal(start + bytes, pd_kv_layout_block_offset(&layout, group, block + 1));
+            for (uint32_t head = 0; head < layout.kv_heads; head++) {
+                for (uint32_t l = 0; l < layout.group_layers; l++) {
+                    uint64_t k = pd_kv_layout_k_offset(&layout, group * layout.group_layers + l,
+                                                       block, head);
+                    assert_int_equal(k, start + head * slice + l * layout.layer_bytes);
+                }
+            }
+        }
+    }
+}
+
+static void what_cannot_be_is_refused(void **state)
+{
+    (void)state;
+    pd_model_shape shape = shape_of(30, 3, 64);
+    pd_kv_layout layout;
+    static const uint32_t bad_tokens[] = {0, 1, 15, 17, 272, 4096, UINT32_MAX};
+    for (size_t i = 0; i < sizeof bad_tokens / sizeof *bad_tokens; i++) {
+        pd_kv_layout_options options = {
+            .dtype = PD_F16, .block_tokens = bad_tokens[i], .memory_bytes = 1 << 30};
+        assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_E_INVALID);
+    }
+    pd_kv_layout_options options = {.dtype = PD_Q8_0, .block_tokens = 16, .memory_bytes = 1 << 30};
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_E_UNSUPPORTED);
+    options = (pd_kv_layout_options){
+        .dtype = PD_F16, .block_tokens = 16, .memory_bytes = 30 * 3 * 2 * 16 * 64 * 2 - 1};
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_E_TOO_LARGE);
+    options.memory_bytes++;
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_OK);
+    assert_int_equal(layout.blocks, 1);
+    options.memory_bytes = UINT64_MAX;
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_OK);
+    assert_true(layout.pool_bytes / layout.block_bytes_all == layout.blocks);
+    shape.layers = 0;
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_E_INVALID);
+}
+
+static void the_fingerprint_is_the_layouts_and_not_the_pools(void **state)
+{
+    (void)state;
+    pd_kv_layout_options options = {
+        .dtype = PD_F16, .block_tokens = 16, .group_layers = 5, .memory_bytes = 8 << 20};
+    pd_kv_layout a = make(shape_of(30, 3, 64), options);
+    options.memory_bytes *= 3;
+    pd_kv_layout more_blocks = make(shape_of(30, 3, 64), options);
+    assert_true(pd_kv_layout_fingerprint(&a) == pd_kv_layout_fingerprint(&more_blocks));
+    options.group_layers = 6;
+    pd_kv_layout other_groups = make(shape_of(30, 3, 64), options);
+    assert_true(pd_kv_layout_fingerprint(&a) != pd_kv_layout_fingerprint(&other_groups));
+    options.group_layers = 5;
+    options.block_tokens = 32;
+    pd_kv_layout other_tokens = make(shape_of(30, 3, 64), options);
+    assert_true(pd_kv_layout_fingerprint(&a) != pd_kv_layout_fingerprint(&other_tokens));
+    options.block_tokens = 16;
+    pd_kv_layout other_shape = make(shape_of(30, 64, 3), options);
+    assert_true(pd_kv_layout_fingerprint(&a) != pd_kv_layout_fingerprint(&other_shape));
+    char text[128];
+    pd_kv_layout_describe(&a, text, sizeof text);
+    assert_string_equal(text, "f16 30x3x64 blocks of 16 tokens, groups of 5 layers");
+}
+
+int main(void)
+{
+    pd_log_init("test", PD_LOG_ERROR);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_byte_of_the_pool_belongs_to_one_place),
+        cmocka_unit_test(a_block_and_a_heads_slice_are_contiguous_in_a_group),
+        cmocka_unit_test(what_cannot_be_is_refused),
+        cmocka_unit_test(the_fingerprint_is_the_layouts_and_not_the_pools),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
