@@ -27,7 +27,8 @@
  * Where the executables are: KVFERRY_BIN_DIR when set (tests put stand-ins there), else the folder
  * of kvferry itself (installed), else build/router and build/deploy beside it (build tree).
  *
- * One thread; signals SIGCHLD, SIGINT, SIGTERM and SIGHUP are blocked and taken by the supervisor. */
+ * One thread; signals SIGCHLD, SIGINT, SIGTERM and SIGHUP are blocked and taken by the supervisor.
+ */
 
 #include "common/config/deployment.h"
 

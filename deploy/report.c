@@ -1,0 +1,239 @@
+#include "deploy/report.h"
+
+#include "common/base/clock.h"
+#include "common/base/json.h"
+#include "common/base/mem.h"
+#include "common/config/value.h"
+#include "deploy/http_get.h"
+#include "deploy/state.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define ASK_TIMEOUT_MS 2000
+#define ANSWER_MAX     (4u << 20)
+
+typedef struct report {
+    state s;
+    bool running;           /* the supervisor lives */
+    bool ready;             /* GET /ready is 200, now */
+    pd_json *answer;        /* of GET /workers, or NULL */
+    const pd_json *workers; /* the list inside, or NULL */
+} report;
+
+/* What the router says; its silence is a finding, not a failure. */
+static void ask_router(report *r)
+{
+    char host[256];
+    pd_listen listen = {.text = r->s.listen, .host = host};
+    pd_value_why why;
+    pd_json_error error;
+    int code = 0;
+    pd_buf body;
+
+    if (pd_value_listen(r->s.listen, host, &listen.port, &listen.ipv6, &why) != PD_OK)
+        return;
+    pd_buf_init(&body, ANSWER_MAX);
+    r->ready = http_get(&listen, "/ready", ASK_TIMEOUT_MS, &code, &body) == PD_OK && code == 200;
+    pd_buf_clear(&body);
+    if (http_get(&listen, "/workers", ASK_TIMEOUT_MS, &code, &body) == PD_OK && code == 200 &&
+        pd_json_parse(pd_buf_text(&body), body.len, &r->answer, &error) == PD_OK) {
+        const pd_json *workers = pd_json_get(r->answer, "workers");
+        if (workers != NULL && pd_json_type_of(workers) == PD_JSON_ARRAY)
+            r->workers = workers;
+    }
+    pd_buf_fini(&body);
+}
+
+static const pd_json *worker_of(const report *r, const char *name)
+{
+    size_t count = r->workers != NULL ? pd_json_count(r->workers) : 0;
+
+    for (size_t i = 0; i < count; i++) {
+        const pd_json *worker = pd_json_at(r->workers, i), *value = pd_json_get(worker, "name");
+        size_t len;
+        const char *text = value != NULL ? pd_json_string(value, &len) : NULL;
+        if (text != NULL && strcmp(text, name) == 0)
+            return worker;
+    }
+    return NULL;
+}
+
+static const char *phase_of(const state_service *service)
+{
+    if (service->process.pid != 0 && !state_process_alive(&service->process))
+        return "dead";
+    return service->phase;
+}
+
+static void write_uptime(const state_service *service, char out[32])
+{
+    int64_t seconds = (pd_clock_unix_ms() - service->started_unix_ms) / 1000;
+
+    if (service->process.pid == 0 || !state_process_alive(&service->process))
+        snprintf(out, 32, "-");
+    else if (seconds < 120)
+        snprintf(out, 32, "%llds", (long long)seconds);
+    else if (seconds < 7200)
+        snprintf(out, 32, "%lldm%llds", (long long)seconds / 60, (long long)seconds % 60);
+    else
+        snprintf(out, 32, "%lldh%lldm", (long long)seconds / 3600, (long long)seconds / 60 % 60);
+}
+
+static void write_member(const pd_json *object, const char *name, char *out, size_t size)
+{
+    const pd_json *value = object != NULL ? pd_json_get(object, name) : NULL;
+    size_t len;
+
+    snprintf(out, size, "-");
+    if (value == NULL)
+        return;
+    switch (pd_json_type_of(value)) {
+    case PD_JSON_STRING: snprintf(out, size, "%s", pd_json_string(value, &len)); break;
+    case PD_JSON_INTEGER: snprintf(out, size, "%lld", (long long)pd_json_integer(value)); break;
+    case PD_JSON_REAL: snprintf(out, size, "%.1f", pd_json_number(value)); break;
+    default: break;
+    }
+    for (char *at = out; *at != '\0'; at++)
+        *at = (unsigned char)*at < 0x20 ? '?' : *at;
+}
+
+/* "posix+cma" or "posix+cma,tcp". */
+static void write_lanes(const pd_json *worker, char *out, size_t size)
+{
+    const pd_json *lanes = worker != NULL ? pd_json_get(worker, "lanes") : NULL;
+    size_t used = 0;
+
+    snprintf(out, size, "-");
+    if (lanes == NULL || pd_json_type_of(lanes) != PD_JSON_ARRAY)
+        return;
+    for (size_t i = 0; i < pd_json_count(lanes); i++) {
+        size_t len;
+        const char *lane = pd_json_string(pd_json_at(lanes, i), &len);
+        if (lane == NULL || used + len + 2 > size)
+            continue;
+        used += (size_t)snprintf(out + used, size - used, "%s%s", used != 0 ? "," : "", lane);
+    }
+}
+
+static void print_service(const report *r, const state_service *service)
+{
+    const pd_json *worker = worker_of(r, service->name);
+    const pd_json *kv = worker != NULL ? pd_json_get(worker, "kv") : NULL;
+    char uptime[32], pid[16], phase[32], kv_text[64] = "-", free_text[24], total[24], queue[24];
+    char backend[32], lanes[64];
+
+    write_uptime(service, uptime);
+    snprintf(pid, sizeof pid, "%d", (int)service->process.pid);
+    write_member(worker, "state", phase, sizeof phase);
+    write_member(worker, "backend", backend, sizeof backend);
+    write_member(worker, "queue_ms", queue, sizeof queue);
+    write_member(kv, "free", free_text, sizeof free_text);
+    write_member(kv, "total", total, sizeof total);
+    if (kv != NULL)
+        snprintf(kv_text, sizeof kv_text, "%s/%s", free_text, total);
+    write_lanes(worker, lanes, sizeof lanes);
+    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8u %-12s %-13s %-8s %s\n", service->name,
+           service->role, service->process.pid != 0 ? pid : "-", phase_of(service), phase, uptime,
+           service->restarts, backend, kv_text, queue, lanes);
+}
+
+static void print_table(const report *r)
+{
+    printf("cluster %s: %s, http://%s, supervisor pid %d\n", r->s.cluster,
+           r->ready ? "ready" : "not ready", r->s.listen, (int)r->s.supervisor.pid);
+    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8s %-12s %-13s %-8s %s\n", "NAME", "ROLE", "PID",
+           "PROCESS", "STATE", "UPTIME", "RESTARTS", "BACKEND", "KV FREE/TOTAL", "QUEUE MS",
+           "LANES");
+    for (uint32_t i = 0; i < r->s.services_count; i++)
+        print_service(r, &r->s.services[i]);
+    for (uint32_t i = 0; i < r->s.services_count; i++) {
+        if (r->s.services[i].last_error[0] != '\0')
+            printf("%s: its last run %s\n", r->s.services[i].name, r->s.services[i].last_error);
+    }
+}
+
+static void write_string(pd_buf *buf, const char *name, const char *text)
+{
+    pd_buf_printf(buf, "\"%s\": ", name);
+    pd_json_write_string(buf, text, strlen(text));
+    pd_buf_puts(buf, ", ");
+}
+
+static pd_status print_json(const report *r)
+{
+    pd_status status;
+    pd_buf buf;
+
+    pd_buf_init(&buf, 2 * ANSWER_MAX);
+    pd_buf_puts(&buf, "{");
+    write_string(&buf, "cluster", r->s.cluster);
+    write_string(&buf, "file", r->s.file);
+    write_string(&buf, "listen", r->s.listen);
+    pd_buf_printf(&buf, "\"running\": %s, \"ready\": %s, \"supervisor_pid\": %d, \"services\": [",
+                  r->running ? "true" : "false", r->ready ? "true" : "false",
+                  (int)r->s.supervisor.pid);
+    for (uint32_t i = 0; i < r->s.services_count; i++) {
+        const state_service *service = &r->s.services[i];
+        bool alive = state_process_alive(&service->process);
+        pd_buf_puts(&buf, i == 0 ? "{" : ", {");
+        write_string(&buf, "name", service->name);
+        write_string(&buf, "role", service->role);
+        write_string(&buf, "process", phase_of(service));
+        write_string(&buf, "last_error", service->last_error);
+        pd_buf_printf(&buf, "\"pid\": %d, \"restarts\": %u, \"uptime_s\": %.3f}",
+                      (int)service->process.pid, service->restarts,
+                      alive ? (double)(pd_clock_unix_ms() - service->started_unix_ms) / 1000 : 0.0);
+    }
+    pd_buf_puts(&buf, "], \"workers\": ");
+    if (r->workers != NULL)
+        pd_json_dump(r->workers, &buf);
+    else
+        pd_buf_puts(&buf, "null");
+    pd_buf_puts(&buf, "}\n");
+    status = pd_buf_status(&buf);
+    if (status == PD_OK)
+        fputs(pd_buf_text(&buf), stdout);
+    else
+        fprintf(stderr, "kvferry: no memory\n");
+    pd_buf_fini(&buf);
+    return status;
+}
+
+static void print_stopped(const pd_deployment *deployment, bool json)
+{
+    if (json)
+        printf("{\"cluster\": \"%s\", \"running\": false, \"ready\": false, \"services\": [], "
+               "\"workers\": null}\n",
+               deployment->cluster); /* a label: needs no escapes */
+    else
+        printf("cluster %s: not running\n", deployment->cluster);
+}
+
+pd_status report_status(const pd_deployment *deployment, bool json, bool *running_out)
+{
+    report *r = pd_calloc(1, sizeof *r);
+    char why[256] = "no memory";
+    pd_status status = r != NULL ? state_read(deployment->state_dir, &r->s, why) : PD_E_NOMEM;
+
+    if (status == PD_OK)
+        r->running = state_process_alive(&r->s.supervisor);
+    if (status == PD_E_NOT_FOUND || (status == PD_OK && !r->running)) {
+        print_stopped(deployment, json); /* a file without its supervisor is what a crash left */
+        *running_out = false;
+        status = PD_OK;
+    } else if (status == PD_OK) {
+        ask_router(r);
+        *running_out = true;
+        if (json)
+            status = print_json(r);
+        else
+            print_table(r);
+    } else {
+        fprintf(stderr, "kvferry: %s\n", why);
+    }
+    if (r != NULL)
+        pd_json_free(r->answer);
+    pd_free(r);
+    return status;
+}
