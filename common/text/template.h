@@ -29,9 +29,7 @@ void pd_template_destroy(pd_template *template_);
  * came from the messages. The result equals Jinja2's with trim_blocks and lstrip_blocks on. Errors:
  * PD_E_INVALID (the template raised: *error holds its sentence; or a value it cannot work on),
  * PD_E_TOO_LARGE (text->max), PD_E_NOMEM. */
-typedef struct pd_template_span {
-    size_t start, end;
-} pd_template_span; /* bytes of text that a user wrote, ascending, disjoint */
+typedef pd_text_range pd_template_span; /* bytes of text that a user wrote, ascending, disjoint */
 
 typedef struct pd_template_spans {
     pd_template_span *spans; /* owned; pd_template_spans_fini */

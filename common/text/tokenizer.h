@@ -32,6 +32,16 @@ PD_CHECKED pd_status pd_tokenizer_encode(const pd_tokenizer *tokenizer, const ch
                                          size_t len, bool special, size_t ids_max,
                                          pd_token_ids *ids);
 
+/* The same with special tokens, but never one that touches a byte of the ranges in plain
+ * (ascending, disjoint): what stands there is characters, whatever it spells. */
+typedef struct pd_text_range {
+    size_t start, end; /* bytes of the text, end exclusive */
+} pd_text_range;
+PD_CHECKED pd_status pd_tokenizer_encode_ranges(const pd_tokenizer *tokenizer, const char *text,
+                                                size_t len, const pd_text_range *plain,
+                                                size_t plain_count, size_t ids_max,
+                                                pd_token_ids *ids);
+
 /* The bytes a token stands for (byte-level alphabet undone); may be no whole character.
  * Control tokens: empty unless special. Borrowed from the tokenizer. id < vocab. */
 const char *pd_tokenizer_bytes(const pd_tokenizer *tokenizer, uint32_t id, bool special,
