@@ -30,10 +30,12 @@ typedef struct pd_transfer_options {
     const char *device;    /* network device for tcp, such as "lo"; NULL: lo */
     uint64_t pool_bytes;
     uint32_t peers_max;
-    uint32_t puts_in_flight_max; /* a peer; 0: 128 */
+    uint32_t puts_in_flight_max; /* a peer; 0: 128; rounded up to a power of two, at most 4096 */
+    uint32_t stall_ms;           /* a peer to which nothing moves for so long is down; 0: 5000 */
 } pd_transfer_options;
 
-/* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED, PD_E_IO. */
+/* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED, PD_E_IO,
+ * PD_E_INVALID (unknown backend or transport, no pool, peers_max 0 or over 4096). */
 PD_CHECKED pd_status pd_transfer_create(const pd_transfer_options *options,
                                         pd_transfer **transfer_out);
 /* Ends the thread and the pool. */
@@ -51,12 +53,16 @@ typedef uint32_t pd_peer; /* index, 0 .. peers_max - 1; chosen by the transfer *
  * Errors: PD_E_INVALID (not an address), PD_E_OVERLOAD (peers_max). */
 PD_CHECKED pd_status pd_transfer_connect(pd_transfer *transfer, const void *address, size_t bytes,
                                          uint64_t tag, pd_peer *peer_out);
-/* Force-closes; puts and notices under way are failed with PD_E_CANCELLED. The index is free for
- * reuse after the event PD_TRANSFER_CLOSED. */
+/* Force-closes; puts and notices under way are failed with PD_E_CANCELLED, whether or not their
+ * carrier ever completes them. The index is free for reuse after the event PD_TRANSFER_CLOSED
+ * (status PD_E_TIMEOUT: the carrier did not end the connection, it was abandoned); no thread may
+ * use it for the old peer after that. Until then a failed put may still write at the peer. */
 void pd_transfer_close(pd_transfer *transfer, pd_peer peer);
 
 /* Adds a put of bytes from the own pool to the peer's pool. ticket groups puts and the notice after
- * them. PD_E_OVERLOAD: the queue is full, try after the next poll; PD_E_PEER: not connected.
+ * them. A put that goes on where the last one to the same peer ended, in both pools, becomes one
+ * with it. PD_E_OVERLOAD: the queue is full, try after the next poll; PD_E_PEER: not connected;
+ * PD_E_INVALID: not inside the own pool and the peer's (logged), nothing was taken.
  * pd_transfer_put and pd_transfer_notice may be called from one other thread (the compute
  * thread) instead of the loop thread, if always from that one. */
 PD_CHECKED pd_status pd_transfer_put(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
@@ -64,7 +70,9 @@ PD_CHECKED pd_status pd_transfer_put(pd_transfer *transfer, pd_peer peer, uint64
                                      uint64_t bytes);
 /* After the ticket's puts so far: notice bytes for the peer. The event PD_TRANSFER_SENT with the
  * ticket tells when it is safe to reuse the source of every put before it, or that they failed.
- * One PD_TRANSFER_SENT a notice. A ticket may have several notices. */
+ * One PD_TRANSFER_SENT a notice. A ticket may have several notices. SENT does not tell that the
+ * peer is alive: into shared memory one can write after its reader's death. PD_E_TOO_LARGE: len;
+ * PD_E_NOMEM, PD_E_OVERLOAD, PD_E_PEER: nothing was taken, and no SENT follows. */
 PD_CHECKED pd_status pd_transfer_notice(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
                                         const void *bytes, size_t len);
 
@@ -82,7 +90,7 @@ typedef struct pd_transfer_event {
     pd_peer peer;
     uint64_t tag;
     uint64_t ticket;
-    uint64_t bytes;   /* put for this notice */
+    uint64_t bytes;   /* put to the peer since the notice before */
     uint64_t wire_ns; /* first put posted to all landed */
     uint64_t post_ns; /* of that, spent posting */
     char lane[64];

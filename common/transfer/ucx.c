@@ -1,0 +1,766 @@
+/* The UCX carrier: one-sided puts into memory that UCX itself allocated, flush, and an eager active
+ * message as notice. Everything runs on the engine's thread.
+ *
+ * Settings are given to UCX's configuration object, not to the process' environment. UCX 1.13
+ * accepts any key here and tells only later, by a warning, that nobody wanted it. Its tcp transport
+ * knows its segment sizes by their short names here (UCX_TCP_TX_SEG_SIZE is the variable). */
+
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "common/transfer/carrier.h"
+
+#include <net/if.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucp/api/ucp.h>
+#include <ucs/debug/debug.h>
+#include <ucs/debug/log_def.h>
+#include <unistd.h>
+
+enum { NOTICE_AM_ID = 1, PAGE = 4096 };
+
+/* In an address, before UCX's own bytes. */
+typedef struct ucx_address {
+    uint32_t worker_bytes;
+    uint32_t rkey_bytes;
+    uint64_t base; /* of the pool, in the peer's address space */
+} ucx_address;
+_Static_assert(sizeof(ucx_address) == 16, "goes over the wire");
+
+typedef struct ucx_peer {
+    pd_carrier *carrier; /* for UCX's callbacks */
+    pd_peer index;
+    ucp_ep_h ep; /* NULL: not open */
+    ucp_rkey_h rkey;
+    uint64_t base;
+    bool failed;                   /* UCX reported an error: no further calls but closing */
+    bool probing;                  /* open until the first put and its flush are done */
+    bool probe_put_ok;             /* its put */
+    void *probe_put, *probe_flush; /* requests, or NULL */
+    void *closing;                 /* request, or NULL */
+} ucx_peer;
+
+struct pd_carrier {
+    const pd_carrier_events *events;
+    void *engine;
+    uint32_t peers_max;
+    char transport[8];
+    ucp_context_h context;
+    ucp_worker_h worker;
+    ucp_mem_h memory;
+    unsigned char *pool; /* [pool_bytes rounded up to a page] then a page for probes */
+    uint64_t pool_bytes;
+    int fd;
+    uint32_t watched; /* peers that probe or close: progress looks after them */
+    ucx_peer *peers;  /* [peers_max] */
+    size_t address_bytes;
+    unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
+};
+
+static uint64_t probe_offset(uint64_t pool_bytes)
+{
+    return (pool_bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+/* ---- UCX's own log ---- */
+
+/* What UCX prints when a peer dies is no news to an operator, so its errors are our warnings. */
+static ucs_log_func_rc_t log_line(const char *file, unsigned line, const char *function,
+                                  ucs_log_level_t level,
+                                  const ucs_log_component_config_t *component, const char *format,
+                                  va_list args)
+{
+    (void)function;
+    (void)component;
+    if (level == UCS_LOG_LEVEL_FATAL || level > UCS_LOG_LEVEL_WARN)
+        return UCS_LOG_FUNC_RC_CONTINUE;
+    char text[256];
+    vsnprintf(text, sizeof text, format, args);
+    for (char *at = text; *at != '\0'; at++) {
+        if (*at == '"')
+            *at = '\'';
+    }
+    const char *name = strrchr(file, '/');
+    pd_log_warn("msg=\"ucx: %s\" at=%s:%u", text, name == NULL ? file : name + 1, line);
+    return UCS_LOG_FUNC_RC_STOP;
+}
+
+static ucs_log_func_rc_t log_nothing(const char *file, unsigned line, const char *function,
+                                     ucs_log_level_t level,
+                                     const ucs_log_component_config_t *component,
+                                     const char *format, va_list args)
+{
+    (void)file, (void)line, (void)function, (void)level, (void)component, (void)format, (void)args;
+    return UCS_LOG_FUNC_RC_STOP;
+}
+
+static pthread_once_t prepare_once = PTHREAD_ONCE_INIT;
+
+/* Once in a process. UCX may have taken SEGV and others for itself when it was loaded, as its build
+ * and environment say; they are ours. It grumbles about those it had not taken. */
+static void prepare_library(void)
+{
+    static const int taken[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    ucs_log_push_handler(log_nothing);
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)
+        ucs_debug_disable_signal(taken[i]);
+    ucs_log_pop_handler();
+    ucs_log_push_handler(log_line);
+}
+
+/* ---- configuration ---- */
+
+typedef struct setting {
+    const char *key, *value;
+} setting;
+
+static pd_status configure(ucp_config_t *config, const setting *settings, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        ucs_status_t status = ucp_config_modify(config, settings[i].key, settings[i].value);
+        if (status != UCS_OK) {
+            pd_log_error("msg=\"ucx: setting refused: %s\" key=%s value=%s",
+                         ucs_status_string(status), settings[i].key, settings[i].value);
+            return PD_E_UNSUPPORTED;
+        }
+    }
+    return PD_OK;
+}
+
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+static pd_status configure_transport(ucp_config_t *config, const pd_transfer_options *options)
+{
+    /* Shared memory takes part in connections that report failures only when told to; a dead peer
+     * is noticed there by keepalive alone. */
+    static const setting memory[] = {
+        {"MM_ERROR_HANDLING", "y"},
+        {"KEEPALIVE_INTERVAL", "1s"},
+        /* memory that peers can map: their puts are plain copies */
+        {"ALLOC_PRIO", "md:sysv,md:posix,thp,mmap,heap"},
+    };
+    /* On tcp short keepalives of UCX's own keep the kernel from seeing a cut link: leave them. */
+    const setting network[] = {
+        {"NET_DEVICES", options->device == NULL ? "lo" : options->device},
+        {"TX_SEG_SIZE", "1m"},
+        {"RX_SEG_SIZE", "1m"},
+    };
+    static const setting shm_lanes = {"TLS", "posix,sysv,cma,self"};
+    /* without "self", so that a device that is down fails here and not at the first connection */
+    static const setting tcp_lanes = {"TLS", "tcp"};
+    static const setting auto_lanes = {"TLS", "posix,sysv,cma,self,tcp"};
+    bool shm = strcmp(options->transport, "shm") == 0;
+    bool tcp = strcmp(options->transport, "tcp") == 0;
+    if (!shm && if_nametoindex(network[0].value) == 0) {
+        pd_log_error("msg=\"transfer: no such network device: %m\" device=%s", network[0].value);
+        return PD_E_UNSUPPORTED;
+    }
+    pd_status status = configure(config, shm ? &shm_lanes : tcp ? &tcp_lanes : &auto_lanes, 1);
+    if (status == PD_OK && !tcp)
+        status = configure(config, memory, COUNT(memory));
+    if (status == PD_OK && !shm)
+        status = configure(config, network, COUNT(network));
+    return status;
+}
+
+static pd_status init_context(pd_carrier *carrier, const pd_transfer_options *options)
+{
+    ucp_config_t *config;
+    ucs_status_t ucs = ucp_config_read(NULL, NULL, &config);
+    if (ucs != UCS_OK) {
+        pd_log_error("msg=\"ucx: cannot read its configuration: %s\"", ucs_status_string(ucs));
+        return PD_E_UNSUPPORTED;
+    }
+    pd_status status = configure_transport(config, options);
+    if (status == PD_OK) {
+        ucp_params_t params = {
+            .field_mask = UCP_PARAM_FIELD_FEATURES,
+            .features = UCP_FEATURE_RMA | UCP_FEATURE_AM | UCP_FEATURE_WAKEUP,
+        };
+        ucs = ucp_init(&params, config, &carrier->context);
+        if (ucs != UCS_OK) {
+            carrier->context = NULL;
+            pd_log_error("msg=\"ucx: no such transport or device here: %s\" transport=%s device=%s",
+                         ucs_status_string(ucs), options->transport,
+                         options->device == NULL ? "lo" : options->device);
+            status = PD_E_UNSUPPORTED;
+        }
+    }
+    ucp_config_release(config);
+    return status;
+}
+
+/* ---- create ---- */
+
+static ucs_status_t on_notice(void *arg, const void *header, size_t header_len, void *data,
+                              size_t len, const ucp_am_recv_param_t *param)
+{
+    (void)header;
+    (void)header_len;
+    pd_carrier *carrier = arg;
+    /* notices are sent eagerly; a rendezvous would need a receive, and nobody of ours asks for it.
+     * Length 0 is malformed, as the engine will say. */
+    bool here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0;
+    carrier->events->received(carrier->engine, data, here ? len : 0);
+    return UCS_OK;
+}
+
+static pd_status init_worker(pd_carrier *carrier)
+{
+    ucp_worker_params_t params = {
+        .field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+        .thread_mode = UCS_THREAD_MODE_SINGLE,
+    };
+    ucs_status_t ucs = ucp_worker_create(carrier->context, &params, &carrier->worker);
+    if (ucs != UCS_OK) {
+        carrier->worker = NULL;
+        pd_log_error("msg=\"ucx: no worker: %s\"", ucs_status_string(ucs));
+        return PD_E_IO;
+    }
+    ucp_am_handler_param_t handler = {
+        .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
+                      UCP_AM_HANDLER_PARAM_FIELD_ARG,
+        .id = NOTICE_AM_ID,
+        .cb = on_notice,
+        .arg = carrier,
+    };
+    ucs = ucp_worker_set_am_recv_handler(carrier->worker, &handler);
+    if (ucs == UCS_OK)
+        ucs = ucp_worker_get_efd(carrier->worker, &carrier->fd);
+    if (ucs != UCS_OK) {
+        pd_log_error("msg=\"ucx: no wake-up or handler: %s\"", ucs_status_string(ucs));
+        return PD_E_IO;
+    }
+    return PD_OK;
+}
+
+/* UCX takes ordinary memory when it gets none that can be shared, and says nothing. */
+static bool is_shared_memory(const void *address)
+{
+    FILE *maps = fopen("/proc/self/maps", "r");
+    if (maps == NULL)
+        return false;
+    char line[512];
+    bool shared = false;
+    while (!shared && fgets(line, sizeof line, maps) != NULL) {
+        unsigned long long start, end;
+        char mode[5];
+        if (sscanf(line, "%llx-%llx %4s", &start, &end, mode) == 3 && (uintptr_t)address >= start &&
+            (uintptr_t)address < end)
+            shared = mode[3] == 's';
+    }
+    fclose(maps);
+    return shared;
+}
+
+static pd_status init_pool(pd_carrier *carrier, uint64_t pool_bytes)
+{
+    uint64_t bytes = probe_offset(pool_bytes) + PAGE;
+    uint64_t machine_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    ucs_status_t ucs = UCS_ERR_NO_MEMORY;
+    /* the kernel would promise more than there is, and end the process when it is used */
+    if (pool_bytes <= machine_bytes) {
+        ucp_mem_map_params_t params = {
+            .field_mask = UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_FLAGS,
+            .length = bytes,
+            .flags = UCP_MEM_MAP_ALLOCATE,
+        };
+        ucs = ucp_mem_map(carrier->context, &params, &carrier->memory);
+    }
+    if (ucs != UCS_OK) {
+        carrier->memory = NULL;
+        pd_log_error("msg=\"transfer: no memory for the KV pool: %s\" pool_bytes=%llu "
+                     "machine_bytes=%llu",
+                     ucs_status_string(ucs), (unsigned long long)pool_bytes,
+                     (unsigned long long)machine_bytes);
+        return PD_E_NOMEM;
+    }
+    ucp_mem_attr_t attr = {.field_mask = UCP_MEM_ATTR_FIELD_ADDRESS | UCP_MEM_ATTR_FIELD_LENGTH};
+    ucs = ucp_mem_query(carrier->memory, &attr);
+    if (ucs != UCS_OK || attr.length < bytes || (uintptr_t)attr.address % PAGE != 0) {
+        pd_log_error("msg=\"ucx: the pool it made is not as asked for: %s\" length=%zu",
+                     ucs_status_string(ucs), attr.length);
+        return PD_E_INTERNAL;
+    }
+    carrier->pool = attr.address;
+    carrier->pool_bytes = pool_bytes;
+    bool shared = is_shared_memory(carrier->pool);
+    if (!shared) /* new pages of a shared segment are zero; UCX's heap may hand out used ones */
+        memset(carrier->pool, 0, bytes);
+    if (!shared && strcmp(carrier->transport, "tcp") != 0)
+        pd_log_warn("msg=\"transfer: the KV pool is not in shared memory, transfers within this "
+                    "host will be slower: raise kernel.shmmax or /dev/shm\" pool_bytes=%llu",
+                    (unsigned long long)pool_bytes);
+    return PD_OK;
+}
+
+static pd_status init_address(pd_carrier *carrier)
+{
+    ucp_address_t *worker = NULL;
+    void *rkey = NULL;
+    size_t worker_bytes = 0, rkey_bytes = 0;
+    ucs_status_t ucs = ucp_worker_get_address(carrier->worker, &worker, &worker_bytes);
+    if (ucs == UCS_OK)
+        ucs = ucp_rkey_pack(carrier->context, carrier->memory, &rkey, &rkey_bytes);
+    size_t room = sizeof carrier->address - sizeof(ucx_address);
+    pd_status status = PD_OK;
+    if (ucs != UCS_OK || worker_bytes > room || rkey_bytes > room - worker_bytes) {
+        pd_log_error("msg=\"ucx: no address: %s\" worker_bytes=%zu rkey_bytes=%zu",
+                     ucs_status_string(ucs), worker_bytes, rkey_bytes);
+        status = PD_E_UNSUPPORTED;
+    } else {
+        ucx_address head = {
+            .worker_bytes = (uint32_t)worker_bytes,
+            .rkey_bytes = (uint32_t)rkey_bytes,
+            .base = (uintptr_t)carrier->pool,
+        };
+        memcpy(carrier->address, &head, sizeof head);
+        memcpy(carrier->address + sizeof head, worker, worker_bytes);
+        memcpy(carrier->address + sizeof head + worker_bytes, rkey, rkey_bytes);
+        carrier->address_bytes = sizeof head + worker_bytes + rkey_bytes;
+    }
+    if (rkey != NULL)
+        ucp_rkey_buffer_release(rkey);
+    if (worker != NULL)
+        ucp_worker_release_address(carrier->worker, worker);
+    return status;
+}
+
+static void destroy(pd_carrier *carrier)
+{
+    if (carrier == NULL)
+        return;
+    for (pd_peer i = 0; carrier->peers != NULL && i < carrier->peers_max; i++) {
+        if (carrier->peers[i].rkey != NULL && carrier->peers[i].ep == NULL)
+            ucp_rkey_destroy(carrier->peers[i].rkey);
+    }
+    if (carrier->worker != NULL)
+        ucp_worker_destroy(carrier->worker);
+    if (carrier->memory != NULL)
+        ucp_mem_unmap(carrier->context, carrier->memory);
+    if (carrier->context != NULL)
+        ucp_cleanup(carrier->context);
+    pd_free(carrier->peers);
+    pd_free(carrier);
+}
+
+static pd_status create(const pd_transfer_options *options, const pd_carrier_events *events,
+                        void *engine, pd_carrier **carrier_out)
+{
+    pthread_once(&prepare_once, prepare_library);
+    pd_carrier *carrier = pd_calloc(1, sizeof *carrier);
+    if (carrier == NULL)
+        return PD_E_NOMEM;
+    carrier->events = events;
+    carrier->engine = engine;
+    carrier->peers_max = options->peers_max;
+    strncpy(carrier->transport, options->transport, sizeof carrier->transport - 1);
+    carrier->peers = pd_calloc(options->peers_max, sizeof *carrier->peers);
+    pd_status status = carrier->peers == NULL ? PD_E_NOMEM : PD_OK;
+    if (status == PD_OK)
+        status = init_context(carrier, options);
+    if (status == PD_OK)
+        status = init_worker(carrier);
+    if (status == PD_OK)
+        status = init_pool(carrier, options->pool_bytes);
+    if (status == PD_OK)
+        status = init_address(carrier);
+    if (status != PD_OK) {
+        destroy(carrier);
+        return status;
+    }
+    pd_log_debug("msg=\"ucx ready\" version=%s transport=%s pool_bytes=%llu",
+                 ucp_get_version_string(), carrier->transport,
+                 (unsigned long long)options->pool_bytes);
+    *carrier_out = carrier;
+    return PD_OK;
+}
+
+static void *pool(const pd_carrier *carrier)
+{
+    return carrier->pool;
+}
+
+static const void *address(const pd_carrier *carrier, size_t *bytes_out)
+{
+    *bytes_out = carrier->address_bytes;
+    return carrier->address;
+}
+
+static int fd(const pd_carrier *carrier)
+{
+    return carrier->fd;
+}
+
+/* ---- lanes ---- */
+
+static void lane_add(char *lane, size_t size, const char *name, size_t name_len)
+{
+    size_t len = strlen(lane);
+    char plain[16];
+    snprintf(plain, sizeof plain, "%.*s", (int)name_len, name);
+    if (strstr(lane, plain) != NULL || len + strlen(plain) + 2 > size)
+        return;
+    snprintf(lane + len, size - len, "%s%s", len == 0 ? "" : "+", plain);
+}
+
+/* UCX 1.13 tells which transports a connection uses only as text:
+ *   #   lane[0]:  1:sysv/memory.0 md[1]  -> md[1]/sysv/sysdev[255] am am_bw#0 keepalive
+ * Collects "sysv+posix". PD_E_INTERNAL when the text is not as known. */
+static pd_status read_lanes(ucp_ep_h ep, char *lane, size_t size)
+{
+    char *text = NULL;
+    size_t text_len = 0;
+    FILE *stream = open_memstream(&text, &text_len);
+    if (stream == NULL)
+        return PD_E_NOMEM;
+    ucp_ep_print_info(ep, stream);
+    fclose(stream);
+    lane[0] = '\0';
+    for (const char *at = text; text != NULL && (at = strstr(at, "lane[")) != NULL; at++) {
+        const char *name = strstr(at, "]:");
+        name = name == NULL ? NULL : strchr(name + 2, ':');
+        const char *end = name == NULL ? NULL : strchr(name, '/');
+        if (end != NULL && end - name < 16)
+            lane_add(lane, size, name + 1, (size_t)(end - name - 1));
+    }
+    free(text); /* the C library's, not ours */
+    return lane[0] == '\0' ? PD_E_INTERNAL : PD_OK;
+}
+
+/* Is the connection made of what was asked for? */
+static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, size_t size)
+{
+    pd_status status = read_lanes(peer->ep, lane, size);
+    if (status != PD_OK) {
+        pd_log_error("msg=\"ucx: cannot tell what carries a connection\" peer=%u", peer->index);
+        return status;
+    }
+    bool has_tcp = strstr(lane, "tcp") != NULL;
+    bool want_shm = strcmp(carrier->transport, "shm") == 0;
+    bool want_tcp = strcmp(carrier->transport, "tcp") == 0;
+    if ((want_shm && has_tcp) || (want_tcp && strcmp(lane, "tcp") != 0)) {
+        pd_log_error("msg=\"transfer: the connection uses other lanes than configured\" peer=%u "
+                     "transport=%s lanes=%s",
+                     peer->index, carrier->transport, lane);
+        return PD_E_MISMATCH;
+    }
+    void *mapped;
+    if (!has_tcp && ucp_rkey_ptr(peer->rkey, peer->base, &mapped) != UCS_OK)
+        pd_log_warn("msg=\"transfer: the peer's pool cannot be mapped, each put is a copy by "
+                    "messages\" peer=%u lanes=%s",
+                    peer->index, lane);
+    return PD_OK;
+}
+
+/* ---- connections ---- */
+
+static void on_error(void *arg, ucp_ep_h ep, ucs_status_t status)
+{
+    (void)ep;
+    ucx_peer *peer = arg;
+    /* runs inside progress: marks, nothing else */
+    pd_log_debug("msg=\"ucx: connection failed: %s\" peer=%u", ucs_status_string(status),
+                 peer->index);
+    peer->failed = true;
+    peer->carrier->events->broken(peer->carrier->engine, peer->index);
+}
+
+static pd_status read_address(const void *bytes, size_t len, ucx_address *head_out)
+{
+    if (len < sizeof *head_out)
+        return PD_E_INVALID;
+    memcpy(head_out, bytes, sizeof *head_out);
+    size_t rest = len - sizeof *head_out;
+    if (head_out->worker_bytes == 0 || head_out->worker_bytes > rest ||
+        head_out->rkey_bytes != rest - head_out->worker_bytes)
+        return PD_E_INVALID;
+    return PD_OK;
+}
+
+static ucs_status_t make_endpoint(pd_carrier *carrier, ucx_peer *peer, const void *bytes,
+                                  const ucx_address *head)
+{
+    const unsigned char *worker = (const unsigned char *)bytes + sizeof *head;
+    ucp_ep_params_t params = {
+        .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER,
+        .address = (const ucp_address_t *)worker,
+        .err_mode = UCP_ERR_HANDLING_MODE_PEER,
+        .err_handler = {.cb = on_error, .arg = peer},
+    };
+    ucs_status_t ucs = ucp_ep_create(carrier->worker, &params, &peer->ep);
+    if (ucs != UCS_OK) {
+        peer->ep = NULL;
+        return ucs;
+    }
+    ucs = ucp_ep_rkey_unpack(peer->ep, worker + head->worker_bytes, &peer->rkey);
+    if (ucs != UCS_OK)
+        peer->rkey = NULL;
+    return ucs;
+}
+
+/* A request that UCX made: its state, and its end. */
+static ucs_status_t request_take(void **request)
+{
+    ucs_status_t ucs = ucp_request_check_status(*request);
+    if (ucs != UCS_INPROGRESS) {
+        ucp_request_free(*request);
+        *request = NULL;
+    }
+    return ucs;
+}
+
+/* A connection counts as made when a first put was written over there: creating an endpoint alone
+ * says nothing. Its place is the page behind the peer's pool. */
+static pd_status start_probe(pd_carrier *carrier, ucx_peer *peer, uint64_t peer_pool_bytes)
+{
+    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_MEMH, .memh = carrier->memory};
+    void *put = ucp_put_nbx(peer->ep, carrier->pool + probe_offset(carrier->pool_bytes), 8,
+                            peer->base + probe_offset(peer_pool_bytes), peer->rkey, &param);
+    if (UCS_PTR_IS_ERR(put))
+        return PD_E_PEER;
+    peer->probe_put = put;
+    peer->probe_put_ok = put == NULL;
+    param.op_attr_mask = 0;
+    void *flush = ucp_ep_flush_nbx(peer->ep, &param);
+    if (UCS_PTR_IS_ERR(flush))
+        return PD_E_PEER;
+    peer->probe_flush = flush;
+    peer->probing = true;
+    carrier->watched++;
+    return PD_OK;
+}
+
+static void probe_end(pd_carrier *carrier, ucx_peer *peer, pd_status status)
+{
+    char lane[64] = "";
+    peer->probing = false;
+    carrier->watched--;
+    if (status == PD_OK)
+        status = check_lanes(carrier, peer, lane, sizeof lane);
+    carrier->events->opened(carrier->engine, peer->index, status, lane);
+}
+
+static void probe_progress(pd_carrier *carrier, ucx_peer *peer)
+{
+    if (peer->probe_put != NULL) {
+        ucs_status_t ucs = request_take(&peer->probe_put);
+        if (ucs == UCS_OK)
+            peer->probe_put_ok = true;
+        else if (ucs != UCS_INPROGRESS)
+            peer->failed = true;
+    }
+    if (peer->probe_flush != NULL) {
+        ucs_status_t ucs = request_take(&peer->probe_flush);
+        if (ucs != UCS_OK && ucs != UCS_INPROGRESS)
+            peer->failed = true;
+    }
+    if (peer->failed)
+        probe_end(carrier, peer, PD_E_PEER);
+    else if (peer->probe_put_ok && peer->probe_flush == NULL)
+        probe_end(carrier, peer, PD_OK);
+}
+
+static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
+                           uint64_t peer_pool_bytes)
+{
+    ucx_peer *peer = &carrier->peers[index];
+    ucx_address head;
+    *peer = (ucx_peer){.carrier = carrier, .index = index};
+    if (read_address(bytes, len, &head) != PD_OK) {
+        pd_log_error("msg=\"ucx: a peer's address is malformed\" bytes=%zu", len);
+        return PD_E_INVALID;
+    }
+    peer->base = head.base;
+    ucs_status_t ucs = make_endpoint(carrier, peer, bytes, &head);
+    if (ucs != UCS_OK) {
+        pd_log_error("msg=\"transfer: a peer cannot be reached by the configured transport: %s\" "
+                     "peer=%u transport=%s",
+                     ucs_status_string(ucs), index, carrier->transport);
+        return ucs == UCS_ERR_UNREACHABLE ? PD_E_MISMATCH : PD_E_PEER;
+    }
+    return start_probe(carrier, peer, peer_pool_bytes);
+}
+
+static void drop_request(void **request)
+{
+    if (*request != NULL)
+        ucp_request_free(*request);
+    *request = NULL;
+}
+
+static void close_end(pd_carrier *carrier, ucx_peer *peer)
+{
+    if (peer->rkey != NULL)
+        ucp_rkey_destroy(peer->rkey);
+    peer->rkey = NULL;
+    peer->ep = NULL;
+    carrier->events->closed(carrier->engine, peer->index);
+}
+
+static void close_peer(pd_carrier *carrier, pd_peer index)
+{
+    ucx_peer *peer = &carrier->peers[index];
+    if (peer->probing) {
+        peer->probing = false;
+        carrier->watched--;
+    }
+    drop_request(&peer->probe_put);
+    drop_request(&peer->probe_flush);
+    if (peer->ep == NULL) {
+        close_end(carrier, peer);
+        return;
+    }
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS,
+        .flags = UCP_EP_CLOSE_FLAG_FORCE,
+    };
+    void *request = ucp_ep_close_nbx(peer->ep, &param);
+    peer->failed = true;
+    if (!UCS_PTR_IS_PTR(request)) {
+        close_end(carrier, peer);
+        return;
+    }
+    peer->closing = request;
+    carrier->watched++;
+}
+
+static void close_progress(pd_carrier *carrier, ucx_peer *peer)
+{
+    if (request_take(&peer->closing) == UCS_INPROGRESS)
+        return;
+    carrier->watched--;
+    close_end(carrier, peer);
+}
+
+/* ---- progress ---- */
+
+static bool progress(pd_carrier *carrier)
+{
+    bool any = ucp_worker_progress(carrier->worker) != 0;
+    for (pd_peer i = 0; carrier->watched != 0 && i < carrier->peers_max; i++) {
+        ucx_peer *peer = &carrier->peers[i];
+        uint32_t before = carrier->watched;
+        if (peer->probing)
+            probe_progress(carrier, peer);
+        else if (peer->closing != NULL)
+            close_progress(carrier, peer);
+        any |= carrier->watched != before;
+    }
+    return any;
+}
+
+static bool arm(pd_carrier *carrier)
+{
+    ucs_status_t ucs = ucp_worker_arm(carrier->worker);
+    /* another error than "busy" would come again at once: sleep, the engine's cap ends it */
+    return ucs != UCS_ERR_BUSY;
+}
+
+/* ---- operations ---- */
+
+static pd_status status_of(ucs_status_t ucs)
+{
+    /* timeout, reset, cancelled: all mean that the peer is gone, and which it is depends on luck */
+    return ucs == UCS_OK ? PD_OK : PD_E_PEER;
+}
+
+static pd_status started(ucs_status_ptr_t result)
+{
+    if (result == NULL)
+        return PD_OK; /* done, and the callback is not called */
+    return UCS_PTR_IS_ERR(result) ? PD_E_PEER : PD_E_AGAIN;
+}
+
+/* UCX hands a callback one pointer: the token itself travels in it. Which carrier it was is the
+ * thread's, since a carrier has a thread of its own. */
+static _Thread_local pd_carrier *thread_carrier;
+_Static_assert(sizeof(void *) == sizeof(uint64_t), "a token travels in a pointer");
+
+static void on_put(void *request, ucs_status_t status, void *token)
+{
+    ucp_request_free(request);
+    thread_carrier->events->put_done(thread_carrier->engine, (uintptr_t)token, status_of(status));
+}
+
+static void on_flush(void *request, ucs_status_t status, void *token)
+{
+    ucp_request_free(request);
+    thread_carrier->events->flush_done(thread_carrier->engine, (uintptr_t)token, status_of(status));
+}
+
+static void on_send(void *request, ucs_status_t status, void *token)
+{
+    ucp_request_free(request);
+    thread_carrier->events->send_done(thread_carrier->engine, (uintptr_t)token, status_of(status));
+}
+
+static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
+                     uint64_t target_offset, uint64_t bytes, uint64_t token)
+{
+    ucx_peer *peer = &carrier->peers[index];
+    if (peer->failed)
+        return PD_E_PEER;
+    thread_carrier = carrier;
+    ucp_request_param_t param = {
+        .op_attr_mask =
+            UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        .memh = carrier->memory,
+        .cb.send = on_put,
+        .user_data = (void *)(uintptr_t)token,
+    };
+    return started(ucp_put_nbx(peer->ep, carrier->pool + source_offset, bytes,
+                               peer->base + target_offset, peer->rkey, &param));
+}
+
+static pd_status flush(pd_carrier *carrier, pd_peer index, uint64_t token)
+{
+    ucx_peer *peer = &carrier->peers[index];
+    if (peer->failed)
+        return PD_E_PEER;
+    thread_carrier = carrier;
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        .cb.send = on_flush,
+        .user_data = (void *)(uintptr_t)token,
+    };
+    return started(ucp_ep_flush_nbx(peer->ep, &param));
+}
+
+static pd_status send_notice(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
+                             uint64_t token)
+{
+    ucx_peer *peer = &carrier->peers[index];
+    if (peer->failed)
+        return PD_E_PEER;
+    thread_carrier = carrier;
+    ucp_request_param_t param = {
+        .op_attr_mask =
+            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
+        .flags = UCP_AM_SEND_FLAG_EAGER,
+        .cb.send = on_send,
+        .user_data = (void *)(uintptr_t)token,
+    };
+    return started(ucp_am_send_nbx(peer->ep, NOTICE_AM_ID, NULL, 0, bytes, len, &param));
+}
+
+const pd_carrier_ops pd_carrier_ucx = {
+    .name = "ucx",
+    .create = create,
+    .destroy = destroy,
+    .pool = pool,
+    .address = address,
+    .fd = fd,
+    .progress = progress,
+    .arm = arm,
+    .open = open_peer,
+    .close = close_peer,
+    .put = put,
+    .flush = flush,
+    .send = send_notice,
+};
