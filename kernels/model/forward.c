@@ -1,0 +1,554 @@
+#include "kernels/model/forward.h"
+
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "kernels/backend.h"
+#include "kernels/big_memory.h"
+#include "kernels/model/rope.h"
+#include "kernels/model/weights.h"
+#include "kernels/number.h"
+#include "kernels/team.h"
+
+#include <math.h>
+#include <stdatomic.h>
+
+#define CHUNK_ROWS 32 /* weight rows a thread takes at least: a block of the next activations */
+/* Up to so many rows every thread normalises all of them for itself: cheaper than a barrier. */
+#define OWN_ROWS_MAX 4
+
+/* Query tokens that are attended together. */
+typedef struct token_group {
+    uint32_t slice;
+    uint32_t row; /* of the step, the first */
+    uint32_t tokens;
+} token_group;
+
+/* What one thread has for itself. */
+typedef struct thread_memory {
+    kern_acts norm; /* [OWN_ROWS_MAX] */
+    void *scratch;  /* attention's */
+} thread_memory;
+
+struct kern_model {
+    const kern_backend *ops;
+    kern_team *team;
+    kern_weights weights;
+    uint32_t context_max, rows_max, logits_rows_max;
+    kern_memory memory; /* all below but the tables of pointers */
+    float *rope;        /* [context_max][rope_dims / 2][2] */
+    float *x;           /* [rows][hidden], the residual stream */
+    float *qkv;         /* [rows][heads q, kv_heads k, kv_heads v][head_dim] */
+    float *up;          /* [rows][ffn] */
+    kern_acts norm;     /* [rows][hidden] */
+    kern_acts attended; /* [rows][heads][head_dim] */
+    kern_acts ffn;      /* [rows][ffn], the gate's product */
+    kern_acts last;     /* [logits rows][hidden] */
+    thread_memory *threads;
+    uint32_t *row_slice, *row_position, *row_token; /* [rows] */
+    uint32_t *logits_row;                           /* [logits rows] row of the step */
+    token_group *groups;                            /* [rows] */
+    float **x_rows, **q_rows, **k_rows, **v_rows, **gate_rows, **up_rows, **logits_rows;
+    /* the step under way; written by the stepping thread between steps */
+    const kern_step *step;
+    uint32_t rows, logits_count, groups_count;
+    bool all_single;                /* every slice is one token */
+    uint32_t live_first, live_rows; /* rows that the last layer's output is wanted of */
+    atomic_bool broken;             /* a logit is not finite */
+};
+
+/* --- memory --- */
+
+typedef struct carver {
+    kern_memory *memory; /* NULL: only add up */
+    size_t bytes;
+} carver;
+
+static void *carve(carver *c, size_t count, size_t size)
+{
+    c->bytes += kern_memory_round(count * size);
+    return c->memory == NULL ? NULL : kern_memory_take(c->memory, count * size);
+}
+
+static kern_acts carve_acts(carver *c, size_t rows, uint32_t cols)
+{
+    kern_acts acts = {.cols = cols};
+
+    acts.values = carve(c, rows * cols, sizeof *acts.values);
+    acts.quants = carve(c, rows * cols, sizeof *acts.quants);
+    acts.scales = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.scales);
+    acts.sums = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.sums);
+    acts.quant_sums = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.quant_sums);
+    return acts;
+}
+
+static void carve_model(carver *c, kern_model *model)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    size_t rows = model->rows_max, heads = shape->heads + 2 * shape->kv_heads;
+
+    model->rope = carve(c, (size_t)model->context_max * shape->rope_dims, sizeof(float));
+    model->x = carve(c, rows * shape->hidden, sizeof(float));
+    model->qkv = carve(c, rows * heads * shape->head_dim, sizeof(float));
+    model->up = carve(c, rows * shape->ffn, sizeof(float));
+    model->norm = carve_acts(c, rows, shape->hidden);
+    model->attended = carve_acts(c, rows, shape->heads * shape->head_dim);
+    model->ffn = carve_acts(c, rows, shape->ffn);
+    model->last = carve_acts(c, model->logits_rows_max, shape->hidden);
+    model->row_slice = carve(c, rows, sizeof(uint32_t));
+    model->row_position = carve(c, rows, sizeof(uint32_t));
+    model->row_token = carve(c, rows, sizeof(uint32_t));
+    model->logits_row = carve(c, model->logits_rows_max, sizeof(uint32_t));
+    model->groups = carve(c, rows, sizeof *model->groups);
+    model->x_rows = carve(c, rows, sizeof(float *));
+    model->q_rows = carve(c, rows, sizeof(float *));
+    model->k_rows = carve(c, rows, sizeof(float *));
+    model->v_rows = carve(c, rows, sizeof(float *));
+    model->gate_rows = carve(c, rows, sizeof(float *));
+    model->up_rows = carve(c, rows, sizeof(float *));
+    model->logits_rows = carve(c, model->logits_rows_max, sizeof(float *));
+    uint32_t group = shape->heads / shape->kv_heads;
+    size_t scratch = model->ops->attention_scratch_bytes(group, shape->head_dim);
+    for (uint32_t thread = 0; thread < kern_team_threads(model->team); thread++) {
+        thread_memory *own = &model->threads[thread];
+        own->norm = carve_acts(c, OWN_ROWS_MAX, shape->hidden);
+        own->scratch = carve(c, scratch, 1);
+    }
+}
+
+static void point_rows(kern_model *model)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    size_t q = (size_t)shape->heads * shape->head_dim;
+    size_t kv = (size_t)shape->kv_heads * shape->head_dim;
+
+    for (size_t row = 0; row < model->rows_max; row++) {
+        model->x_rows[row] = model->x + row * shape->hidden;
+        model->q_rows[row] = model->qkv + row * (q + 2 * kv);
+        model->k_rows[row] = model->q_rows[row] + q;
+        model->v_rows[row] = model->k_rows[row] + kv;
+        model->gate_rows[row] = model->ffn.values + row * shape->ffn;
+        model->up_rows[row] = model->up + row * shape->ffn;
+    }
+}
+
+static pd_status allocate(kern_model *model)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    carver sizing = {0}, filling = {.memory = &model->memory};
+
+    model->threads = pd_calloc(kern_team_threads(model->team), sizeof *model->threads);
+    if (model->threads == NULL)
+        return PD_E_NOMEM;
+    carve_model(&sizing, model);
+    pd_status status = kern_memory_map(sizing.bytes, &model->memory);
+    if (status != PD_OK)
+        return status;
+    carve_model(&filling, model);
+    point_rows(model);
+    kern_rope_table(shape->rope_base, shape->rope_dims, model->context_max, model->rope);
+    return PD_OK;
+}
+
+pd_status kern_model_create(const pd_model_file *file, const kern_options *options,
+                            kern_model **model_out)
+{
+    kern_model *model = pd_calloc(1, sizeof *model);
+    pd_status status = PD_E_NOMEM;
+
+    if (model == NULL)
+        return PD_E_NOMEM;
+    pd_assert(options->rows_max > 0 && options->context_max > 0 && options->logits_rows_max > 0);
+    model->context_max = options->context_max;
+    model->rows_max = options->rows_max;
+    model->logits_rows_max = options->logits_rows_max;
+    status = kern_backend_choose(options->device, &model->ops);
+    if (status == PD_OK)
+        status = kern_weights_init(file, model->ops, &model->weights);
+    if (status == PD_OK)
+        status = kern_team_create(options->threads, &model->team);
+    if (status == PD_OK)
+        status = allocate(model);
+    if (status != PD_OK) {
+        kern_model_destroy(model);
+        return status;
+    }
+    *model_out = model;
+    return PD_OK;
+}
+
+void kern_model_destroy(kern_model *model)
+{
+    if (model == NULL)
+        return;
+    kern_team_destroy(model->team);
+    kern_weights_fini(&model->weights);
+    kern_memory_unmap(&model->memory);
+    pd_free(model->threads);
+    pd_free(model);
+}
+
+const char *kern_model_backend(const kern_model *model)
+{
+    return model->ops->name;
+}
+
+uint64_t kern_model_bytes(const kern_model *model)
+{
+    return (uint64_t)model->weights.memory.bytes + model->memory.bytes;
+}
+
+/* --- phases of a step; each runs on every thread of the team --- */
+
+/* Weight rows a thread takes at once: about four turns a thread, so that one that is held up does
+ * not hold up the rest. */
+static uint32_t chunk_rows(const kern_model *model, uint32_t rows)
+{
+    uint32_t threads = kern_team_threads(model->team);
+    uint32_t turns = threads == 1 ? 1 : threads * 4;
+    uint32_t units = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+
+    return (units + turns - 1) / turns * CHUNK_ROWS;
+}
+
+static uint32_t chunks_of(const kern_matrix *matrix, uint32_t chunk)
+{
+    return (matrix->rows + chunk - 1) / chunk;
+}
+
+static void multiply_chunk(const kern_model *model, const kern_matrix *matrix, uint32_t first,
+                           uint32_t chunk, const kern_acts *acts, uint32_t acts_first,
+                           uint32_t acts_rows, float *const *out, bool add)
+{
+    uint32_t rows = matrix->rows - first < chunk ? matrix->rows - first : chunk;
+
+    model->ops->matmul(matrix, first, rows, acts, acts_first, acts_rows, out, add);
+}
+
+static void embed(kern_model *model)
+{
+    const pd_tensor *tensor = model->weights.embedding;
+    uint32_t hidden = model->weights.shape->hidden;
+    uint64_t row_bytes = tensor->bytes / tensor->dims[1];
+
+    for (uint32_t row; (row = kern_team_take(model->team)) < model->rows;)
+        kern_row_to_f32(tensor->dtype,
+                        (const uint8_t *)tensor->data + model->row_token[row] * row_bytes, hidden,
+                        model->x_rows[row]);
+    kern_team_barrier(model->team);
+}
+
+static void normalize_row(const kern_model *model, const float *x, const float *weight,
+                          const kern_acts *acts, uint32_t row)
+{
+    model->ops->rms_norm(x, weight, acts->cols, model->weights.shape->rms_eps,
+                         acts->values + (size_t)row * acts->cols);
+    model->ops->quantize(acts, row, 0, acts->cols);
+}
+
+/* The live rows of x, normalised and quantised. *first_out is the first one's row in the result. */
+static const kern_acts *normalize(kern_model *model, uint32_t thread, const float *weight,
+                                  uint32_t first, uint32_t rows, uint32_t *first_out)
+{
+    if (rows <= OWN_ROWS_MAX) {
+        const kern_acts *own = &model->threads[thread].norm;
+        for (uint32_t row = 0; row < rows; row++)
+            normalize_row(model, model->x_rows[first + row], weight, own, row);
+        *first_out = 0;
+        return own;
+    }
+    for (uint32_t row; (row = kern_team_take(model->team)) < rows;)
+        normalize_row(model, model->x_rows[first + row], weight, &model->norm, first + row);
+    kern_team_barrier(model->team);
+    *first_out = first;
+    return &model->norm;
+}
+
+static void project_qkv(kern_model *model, uint32_t thread, const kern_layer_weights *layer)
+{
+    const kern_matrix *matrices[3] = {&layer->query, &layer->key, &layer->value};
+    float **outs[3] = {model->q_rows, model->k_rows, model->v_rows};
+    uint32_t total = layer->query.rows + layer->key.rows + layer->value.rows;
+    uint32_t chunk = chunk_rows(model, total), acts_first;
+    const kern_acts *acts =
+        normalize(model, thread, layer->attention_norm, 0, model->rows, &acts_first);
+
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < total;) {
+        uint32_t which = 0;
+        while (which < 3 && taken >= chunks_of(matrices[which], chunk))
+            taken -= chunks_of(matrices[which++], chunk);
+        if (which == 3)
+            break;
+        multiply_chunk(model, matrices[which], taken * chunk, chunk, acts, acts_first, model->rows,
+                       outs[which], false);
+    }
+    kern_team_barrier(model->team);
+}
+
+static void *key_address(const kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
+{
+    const pd_kv_layout *layout = model->step->layout;
+    const kern_slice *slice = &model->step->slices[model->row_slice[row]];
+    uint32_t position = model->row_position[row];
+    pd_block block = slice->blocks[position / layout->block_tokens];
+
+    return (uint8_t *)model->step->pool + pd_kv_layout_k_offset(layout, layer, block, kv_head) +
+           (position % layout->block_tokens) * layout->token_bytes;
+}
+
+/* Rotates one row's query and key heads of a KV head and writes K and V to the pool. */
+static void place_head(kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    uint32_t group = shape->heads / shape->kv_heads, dim = shape->head_dim;
+    uint32_t pairs = shape->rope_dims / 2;
+    const float *table = model->rope + (size_t)model->row_position[row] * shape->rope_dims;
+    float *key = model->k_rows[row] + (size_t)kv_head * dim;
+    uint8_t *place = key_address(model, layer, row, kv_head);
+
+    for (uint32_t h = 0; h < group; h++)
+        model->ops->rope(model->q_rows[row] + ((size_t)kv_head * group + h) * dim, table, pairs);
+    model->ops->rope(key, table, pairs);
+    model->ops->store_f16(key, dim, (uint16_t *)place);
+    model->ops->store_f16(model->v_rows[row] + (size_t)kv_head * dim, dim,
+                          (uint16_t *)(place + model->step->layout->half_bytes));
+}
+
+static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
+                         const token_group *group, uint32_t kv_head)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    uint32_t heads = shape->heads / shape->kv_heads, cols = heads * shape->head_dim;
+    kern_acts *acts = &model->attended;
+    kern_attention args = {
+        .layout = model->step->layout,
+        .pool = model->step->pool,
+        .blocks = model->step->slices[group->slice].blocks,
+        .layer = layer,
+        .kv_head = kv_head,
+        .heads = heads,
+        .tokens = group->tokens,
+        .position = model->row_position[group->row],
+        .scale = 1.0f / sqrtf((float)shape->head_dim),
+        .query = model->q_rows[group->row] + (size_t)kv_head * cols,
+        .query_stride = (size_t)(shape->heads + 2 * shape->kv_heads) * shape->head_dim,
+        .out = acts->values + (size_t)group->row * acts->cols + (size_t)kv_head * cols,
+        .out_stride = acts->cols,
+        .scratch = model->threads[thread].scratch,
+    };
+
+    model->ops->attention(&args);
+    for (uint32_t t = 0; t < group->tokens; t++)
+        model->ops->quantize(acts, group->row + t, kv_head * cols, cols);
+}
+
+/* Where every slice is one token, whoever attends for a head also places its K and V. */
+static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool last)
+{
+    uint32_t kv_heads = model->weights.shape->kv_heads;
+    uint32_t items = model->groups_count * kv_heads;
+
+    if (!model->all_single) {
+        for (uint32_t row; (row = kern_team_take(model->team)) < model->rows;)
+            for (uint32_t kv_head = 0; kv_head < kv_heads; kv_head++)
+                place_head(model, layer, row, kv_head);
+        kern_team_barrier(model->team);
+    }
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < items;) {
+        /* the longest contexts first: they come last in a prompt */
+        uint32_t item = items - 1 - taken, kv_head = item % kv_heads;
+        const token_group *group = &model->groups[item / kv_heads];
+        if (model->all_single)
+            place_head(model, layer, group->row, kv_head);
+        if (last && (group->row + group->tokens <= model->live_first ||
+                     group->row >= model->live_first + model->live_rows))
+            continue;
+        attend_group(model, thread, layer, group, kv_head);
+    }
+    kern_team_barrier(model->team);
+}
+
+static void add_product(kern_model *model, const kern_matrix *matrix, const kern_acts *acts,
+                        uint32_t first, uint32_t rows)
+{
+    uint32_t chunk = chunk_rows(model, matrix->rows);
+
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(matrix, chunk);)
+        multiply_chunk(model, matrix, taken * chunk, chunk, acts, first, rows,
+                       model->x_rows + first, true);
+    kern_team_barrier(model->team);
+}
+
+static void feed_forward(kern_model *model, uint32_t thread, const kern_layer_weights *layer,
+                         uint32_t first, uint32_t rows)
+{
+    uint32_t ffn = model->weights.shape->ffn, chunk = chunk_rows(model, ffn), acts_first;
+    const kern_acts *acts = normalize(model, thread, layer->ffn_norm, first, rows, &acts_first);
+
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(&layer->gate, chunk);) {
+        uint32_t col = taken * chunk, cols = ffn - col < chunk ? ffn - col : chunk;
+        multiply_chunk(model, &layer->gate, col, chunk, acts, acts_first, rows,
+                       model->gate_rows + first, false);
+        multiply_chunk(model, &layer->up, col, chunk, acts, acts_first, rows,
+                       model->up_rows + first, false);
+        for (uint32_t row = first; row < first + rows; row++) {
+            model->ops->silu_mul(model->gate_rows[row] + col, model->up_rows[row] + col, cols);
+            model->ops->quantize(&model->ffn, row, col, cols);
+        }
+    }
+    kern_team_barrier(model->team);
+    add_product(model, &layer->down, &model->ffn, first, rows);
+}
+
+static bool all_finite(const float *values, uint32_t count)
+{
+    uint32_t bad = 0;
+
+    for (uint32_t i = 0; i < count; i++) {
+        union {
+            float value;
+            uint32_t bits;
+        } word = {.value = values[i]};
+        bad |= (word.bits & 0x7f800000) == 0x7f800000;
+    }
+    return bad == 0;
+}
+
+static void write_logits(kern_model *model)
+{
+    const kern_matrix *head = &model->weights.head;
+    uint32_t chunk = chunk_rows(model, head->rows);
+
+    /* small enough that a chunk's weights stay in the cache for all rows, and far more turns than
+       threads: this is the longest matrix of a decode step */
+    chunk = chunk < 512 ? chunk : 512;
+    for (uint32_t row; (row = kern_team_take(model->team)) < model->logits_count;)
+        normalize_row(model, model->x_rows[model->logits_row[row]], model->weights.output_norm,
+                      &model->last, row);
+    kern_team_barrier(model->team);
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(head, chunk);) {
+        uint32_t first = taken * chunk;
+        uint32_t rows = head->rows - first < chunk ? head->rows - first : chunk;
+        model->ops->matmul(head, first, rows, &model->last, 0, model->logits_count,
+                           model->logits_rows, false);
+        for (uint32_t row = 0; row < model->logits_count; row++)
+            if (!all_finite(model->logits_rows[row] + first, rows))
+                atomic_store_explicit(&model->broken, true, memory_order_relaxed);
+    }
+}
+
+static void report_group(const kern_model *model, uint32_t thread, uint32_t layer)
+{
+    const kern_step *step = model->step;
+    uint32_t group = pd_kv_layout_group_of(step->layout, layer);
+    bool ends = layer + 1 == model->weights.shape->layers ||
+                pd_kv_layout_group_of(step->layout, layer + 1) != group;
+
+    if (thread == 0 && ends && step->group_done != NULL)
+        step->group_done(step->group_done_ctx, group);
+}
+
+static void run_layers(void *ctx, uint32_t thread)
+{
+    kern_model *model = ctx;
+    uint32_t layers = model->weights.shape->layers;
+
+    embed(model);
+    for (uint32_t index = 0; index < layers; index++) {
+        const kern_layer_weights *layer = &model->weights.layers[index];
+        bool last = index + 1 == layers;
+        uint32_t first = last ? model->live_first : 0;
+        uint32_t rows = last ? model->live_rows : model->rows;
+        project_qkv(model, thread, layer);
+        attend_all(model, thread, index, last);
+        report_group(model, thread, index);
+        if (rows == 0)
+            return;
+        add_product(model, &layer->output, &model->attended, first, rows);
+        feed_forward(model, thread, layer, first, rows);
+    }
+    write_logits(model);
+}
+
+/* --- the step --- */
+
+static pd_status check_slice(const kern_model *model, const kern_slice *slice)
+{
+    if (slice->count > model->context_max || slice->position > model->context_max - slice->count) {
+        pd_log_error("msg=\"kernels: position out of range\" position=%u count=%u context_max=%u",
+                     slice->position, slice->count, model->context_max);
+        return PD_E_INVALID;
+    }
+    for (uint32_t i = 0; i < slice->count; i++) {
+        if (slice->tokens[i] >= model->weights.shape->vocab) {
+            pd_log_error("msg=\"kernels: token id out of range\" token=%u vocab=%u position=%u",
+                         slice->tokens[i], model->weights.shape->vocab, slice->position + i);
+            return PD_E_INVALID;
+        }
+    }
+    return PD_OK;
+}
+
+static void add_slice(kern_model *model, const kern_step *step, uint32_t index)
+{
+    const kern_slice *slice = &step->slices[index];
+    uint32_t block_tokens = step->layout->block_tokens;
+
+    pd_assert(slice->count <= model->rows_max - model->rows);
+    pd_assert(slice->count > 0 && slice->logits_from <= slice->count);
+    pd_assert((slice->logits != NULL) == (slice->logits_from < slice->count));
+    for (uint32_t i = 0; i <= (slice->position + slice->count - 1) / block_tokens; i++)
+        pd_assert(slice->blocks[i] < step->layout->blocks);
+    for (uint32_t i = 0; i < slice->count; i++, model->rows++) {
+        model->row_slice[model->rows] = index;
+        model->row_position[model->rows] = slice->position + i;
+        model->row_token[model->rows] = slice->tokens[i];
+        if (i % KERN_ATTENTION_TOKENS_MAX == 0)
+            model->groups[model->groups_count++] = (token_group){index, model->rows, 0};
+        model->groups[model->groups_count - 1].tokens++;
+        if (i < slice->logits_from)
+            continue;
+        pd_assert(model->logits_count < model->logits_rows_max);
+        model->logits_row[model->logits_count] = model->rows;
+        model->logits_rows[model->logits_count++] =
+            slice->logits + (size_t)(i - slice->logits_from) * model->weights.shape->vocab;
+    }
+    model->all_single = model->all_single && slice->count == 1;
+}
+
+static void check_layout(const kern_model *model, const pd_kv_layout *layout)
+{
+    const pd_model_shape *shape = model->weights.shape;
+
+    pd_assert(layout->dtype == PD_F16 && layout->layers == shape->layers);
+    pd_assert(layout->kv_heads == shape->kv_heads && layout->head_dim == shape->head_dim);
+    pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
+}
+
+pd_status kern_model_step(kern_model *model, const kern_step *step)
+{
+    check_layout(model, step->layout);
+    for (uint32_t i = 0; i < step->slices_count; i++) {
+        pd_status status = check_slice(model, &step->slices[i]);
+        if (status != PD_OK)
+            return status;
+    }
+    model->step = step;
+    model->rows = model->logits_count = model->groups_count = 0;
+    model->all_single = true;
+    for (uint32_t i = 0; i < step->slices_count; i++)
+        add_slice(model, step, i);
+    model->live_first = model->live_rows = 0;
+    if (model->logits_count > 0) {
+        model->live_first = model->logits_row[0];
+        model->live_rows = model->logits_row[model->logits_count - 1] + 1 - model->live_first;
+    }
+    atomic_store(&model->broken, false);
+    if (model->rows > 0)
+        kern_team_run(model->team, run_layers, model);
+    model->step = NULL;
+    if (atomic_load(&model->broken)) {
+        pd_log_error("msg=\"kernels: logits are not finite\" rows=%u", model->rows);
+        return PD_E_INTERNAL;
+    }
+    return PD_OK;
+}

@@ -1,0 +1,31 @@
+#pragma once
+
+/* kernels/model/weights.h - a model's matrices as a backend wants them.
+ *
+ * Made once at start and read only afterwards. Packed matrices lie in one arena in the order they
+ * are used; a backend that packs nothing reads the model file's mapping, which must outlive this.
+ */
+
+#include "kernels/backend.h"
+#include "kernels/big_memory.h"
+
+typedef struct kern_layer_weights {
+    const float *attention_norm, *ffn_norm; /* [hidden] */
+    kern_matrix query, key, value, output;
+    kern_matrix gate, up, down;
+} kern_layer_weights;
+
+typedef struct kern_weights {
+    const pd_model_shape *shape; /* the file's */
+    const pd_tensor *embedding;  /* likewise, rows of it are looked up */
+    const float *output_norm;
+    kern_matrix head;
+    kern_layer_weights *layers; /* [shape->layers] */
+    kern_memory memory;
+} kern_weights;
+
+/* Errors: PD_E_UNSUPPORTED (a format without kernels, a shape they cannot take), PD_E_INVALID (a
+ * tensor missing or not of the model's shape), PD_E_NOMEM; logged with the tensor's name. */
+PD_CHECKED pd_status kern_weights_init(const pd_model_file *file, const kern_backend *backend,
+                                       kern_weights *weights_out);
+void kern_weights_fini(kern_weights *weights);

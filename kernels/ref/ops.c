@@ -1,0 +1,299 @@
+#include "kernels/ref/ops.h"
+
+#include "kernels/number.h"
+
+#include <stdio.h>
+
+static int ref_probe(char *reason, size_t reason_size)
+{
+    snprintf(reason, reason_size, "plain C, for any machine; the reference");
+    return 1;
+}
+
+static bool ref_supports(pd_dtype dtype)
+{
+    return dtype <= PD_Q8_0;
+}
+
+static size_t ref_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols)
+{
+    (void)dtype, (void)rows, (void)cols;
+    return 0;
+}
+
+static void ref_pack(pd_dtype dtype, uint32_t rows, uint32_t cols, const void *file_rows, void *out)
+{
+    (void)dtype, (void)rows, (void)cols, (void)file_rows, (void)out;
+}
+
+static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols)
+{
+    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
+        size_t at = (size_t)row * acts->cols + col;
+        const float *x = acts->values + at;
+        float amax = 0;
+        int32_t sum = 0;
+
+        for (int i = 0; i < KERN_BLOCK; i++)
+            amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
+        /* Nothing there, or nothing sensible: an infinite scale makes the result show it. */
+        bool plain = amax >= 1e-35f && amax <= 3e38f;
+        float inverse = plain ? 127.0f / amax : 0;
+        for (int i = 0; i < KERN_BLOCK; i++) {
+            /* half to even; |x * inverse| <= 127 and a bit */
+            float shifted = plain ? x[i] * inverse + KERN_EXP_MAGIC : KERN_EXP_MAGIC;
+            int32_t quant = (int32_t)(kern_bits_of(shifted) - kern_bits_of(KERN_EXP_MAGIC));
+            acts->quants[at + (size_t)i] = (int8_t)quant;
+            sum += (int8_t)quant;
+        }
+        float scale = plain ? amax / 127.0f : amax > 1 ? amax : 0;
+        acts->scales[at / KERN_BLOCK] = scale;
+        acts->sums[at / KERN_BLOCK] = scale * (float)sum;
+        acts->quant_sums[at / KERN_BLOCK] = sum;
+    }
+}
+
+static uint16_t load_u16(const uint8_t *bytes)
+{
+    uint16_t value;
+    memcpy(&value, bytes, sizeof value);
+    return value;
+}
+
+/* One 32-block of weights times one of activations, added to sum. */
+static float block_q4(float sum, const uint8_t *block, bool has_min, const kern_acts *acts,
+                      size_t at)
+{
+    const uint8_t *nibbles = block + (has_min ? 4 : 2);
+    const int8_t *x = acts->quants + at;
+    int32_t dot = has_min ? 0 : -8 * acts->quant_sums[at / KERN_BLOCK];
+
+    for (int i = 0; i < 16; i++)
+        dot += (nibbles[i] & 15) * x[i] + (nibbles[i] >> 4) * x[i + 16];
+    sum = fmaf(kern_f16_to_f32(load_u16(block)) * acts->scales[at / KERN_BLOCK], (float)dot, sum);
+    if (has_min)
+        sum = fmaf(kern_f16_to_f32(load_u16(block + 2)), acts->sums[at / KERN_BLOCK], sum);
+    return sum;
+}
+
+static float block_q8(float sum, const uint8_t *block, const kern_acts *acts, size_t at)
+{
+    const int8_t *x = acts->quants + at;
+    int32_t dot = 0;
+
+    for (int i = 0; i < KERN_BLOCK; i++)
+        dot += (int8_t)block[2 + i] * x[i];
+    return fmaf(kern_f16_to_f32(load_u16(block)) * acts->scales[at / KERN_BLOCK], (float)dot, sum);
+}
+
+static float float_weight(pd_dtype dtype, const uint8_t *row, uint32_t col)
+{
+    float value;
+
+    if (dtype == PD_F16)
+        return kern_f16_to_f32(load_u16(row + 2 * (size_t)col));
+    if (dtype == PD_BF16)
+        return kern_bf16_to_f32(load_u16(row + 2 * (size_t)col));
+    memcpy(&value, row + 4 * (size_t)col, sizeof value);
+    return value;
+}
+
+/* Lane l takes columns l, l + 16, ...; columns past the end count as zeros. */
+static float segment_float(pd_dtype dtype, const uint8_t *row, const float *x, uint32_t col_first,
+                           uint32_t cols)
+{
+    float lanes[KERN_LANES] = {0};
+
+    for (uint32_t i = 0; i < (cols + KERN_LANES - 1) / KERN_LANES * KERN_LANES; i++) {
+        bool inside = i < cols;
+        float weight = inside ? float_weight(dtype, row, col_first + i) : 0;
+        lanes[i % KERN_LANES] = fmaf(weight, inside ? x[col_first + i] : 0, lanes[i % KERN_LANES]);
+    }
+    return kern_tree_sum(lanes);
+}
+
+/* A segment's sum over its columns, of one weight row and one activation row. */
+static float segment_sum(const kern_matrix *matrix, const uint8_t *row, const kern_acts *acts,
+                         uint32_t acts_row, uint32_t col_first, uint32_t cols)
+{
+    const pd_dtype_info *info = pd_dtype_info_of(matrix->dtype);
+    size_t acts_at = (size_t)acts_row * acts->cols;
+    float sum = 0;
+
+    if (info->block_weights == 1)
+        return segment_float(matrix->dtype, row, acts->values + acts_at, col_first, cols);
+    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
+        const uint8_t *block = row + (size_t)(col / KERN_BLOCK) * info->block_bytes;
+        if (matrix->dtype == PD_Q8_0)
+            sum = block_q8(sum, block, acts, acts_at + col);
+        else
+            sum = block_q4(sum, block, matrix->dtype == PD_Q4_1, acts, acts_at + col);
+    }
+    return sum;
+}
+
+static void ref_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t rows,
+                       const kern_acts *acts, uint32_t acts_first, uint32_t acts_rows,
+                       float *const *out, bool add)
+{
+    const pd_dtype_info *info = pd_dtype_info_of(matrix->dtype);
+    size_t row_bytes = (size_t)(matrix->cols / info->block_weights) * info->block_bytes;
+    uint32_t segment_cols = matrix->cols / matrix->segments;
+
+    for (uint32_t n = 0; n < acts_rows; n++) {
+        for (uint32_t r = row_first; r < row_first + rows; r++) {
+            const uint8_t *row = (const uint8_t *)matrix->data + r * row_bytes;
+            float total = segment_sum(matrix, row, acts, acts_first + n, 0, segment_cols);
+            for (uint32_t s = 1; s < matrix->segments; s++)
+                total +=
+                    segment_sum(matrix, row, acts, acts_first + n, s * segment_cols, segment_cols);
+            out[n][r] = add ? out[n][r] + total : total;
+        }
+    }
+}
+
+static void ref_rms_norm(const float *x, const float *weight, uint32_t count, float eps, float *out)
+{
+    float lanes[KERN_LANES] = {0};
+
+    for (uint32_t i = 0; i < count; i++)
+        lanes[i % KERN_LANES] = fmaf(x[i], x[i], lanes[i % KERN_LANES]);
+    float scale = 1.0f / sqrtf(kern_tree_sum(lanes) / (float)count + eps);
+    for (uint32_t i = 0; i < count; i++)
+        out[i] = x[i] * scale * weight[i];
+}
+
+static void ref_rope(float *head, const float *table, uint32_t pairs)
+{
+    for (uint32_t i = 0; i < pairs; i++) {
+        float cosine = table[2 * i], sine = table[2 * i + 1];
+        float even = head[2 * i], odd = head[2 * i + 1];
+        head[2 * i] = fmaf(even, cosine, -(odd * sine));
+        head[2 * i + 1] = fmaf(odd, cosine, even * sine);
+    }
+}
+
+static void ref_store_f16(const float *x, uint32_t count, uint16_t *out)
+{
+    for (uint32_t i = 0; i < count; i++)
+        out[i] = kern_f32_to_f16(x[i]);
+}
+
+static void ref_silu_mul(float *gate, const float *up, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        gate[i] = gate[i] / (1.0f + kern_exp(-gate[i])) * up[i];
+}
+
+static size_t ref_attention_scratch_bytes(uint32_t heads, uint32_t head_dim)
+{
+    (void)heads;
+    return (KERN_SPLIT_TOKENS + 2 * (size_t)head_dim) * sizeof(float);
+}
+
+static const uint16_t *key_row(const kern_attention *args, uint32_t position)
+{
+    const pd_kv_layout *layout = args->layout;
+    uint64_t offset = pd_kv_layout_k_offset(
+        layout, args->layer, args->blocks[position / layout->block_tokens], args->kv_head);
+    offset += (position % layout->block_tokens) * layout->token_bytes;
+    return (const uint16_t *)((const uint8_t *)args->pool + offset);
+}
+
+/* Even dimensions and odd ones are two chains. */
+static float score(const float *query, const uint16_t *key, uint32_t dim)
+{
+    float even = 0, odd = 0;
+
+    for (uint32_t d = 0; d < dim; d += 2) {
+        even = fmaf(query[d], kern_f16_to_f32(key[d]), even);
+        odd = fmaf(query[d + 1], kern_f16_to_f32(key[d + 1]), odd);
+    }
+    return even + odd;
+}
+
+/* Softmax over positions first .. first + count - 1 of one split: returns their largest score,
+ * the sum of the exponentials (16 lanes by position) and the weighted sum of V (by position). */
+static float attend_split(const kern_attention *args, const float *query, uint32_t first,
+                          uint32_t count, float *scores, float *sum_out, float *out)
+{
+    uint32_t dim = args->layout->head_dim;
+    float lanes[KERN_LANES] = {0};
+    float largest = -INFINITY;
+
+    for (uint32_t j = 0; j < count; j++) {
+        scores[j] = score(query, key_row(args, first + j), dim);
+        largest = scores[j] > largest ? scores[j] : largest;
+    }
+    for (uint32_t d = 0; d < dim; d++)
+        out[d] = 0;
+    for (uint32_t j = 0; j < count; j++) {
+        const uint16_t *value = key_row(args, first + j) + args->layout->half_bytes / 2;
+        float p = kern_exp(scores[j] - largest);
+        lanes[j % KERN_LANES] += p;
+        for (uint32_t d = 0; d < dim; d++)
+            out[d] = fmaf(p, kern_f16_to_f32(value[d]), out[d]);
+    }
+    *sum_out = kern_tree_sum(lanes);
+    return largest;
+}
+
+/* One query head at one position: splits of 256 positions, merged in order. */
+static void attend(const kern_attention *args, const float *query, uint32_t position, float *out)
+{
+    uint32_t dim = args->layout->head_dim;
+    float *scores = args->scratch;
+    float *scaled = scores + KERN_SPLIT_TOKENS;
+    float *part = scaled + dim;
+    float largest = 0, sum = 0;
+
+    for (uint32_t d = 0; d < dim; d++)
+        scaled[d] = query[d] * args->scale;
+    for (uint32_t first = 0; first <= position; first += KERN_SPLIT_TOKENS) {
+        uint32_t count = position + 1 - first;
+        float part_sum;
+        count = count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS;
+        if (first == 0) {
+            largest = attend_split(args, scaled, first, count, scores, &sum, out);
+            continue;
+        }
+        float part_largest = attend_split(args, scaled, first, count, scores, &part_sum, part);
+        float both = part_largest > largest ? part_largest : largest;
+        float keep = kern_exp(largest - both), take = kern_exp(part_largest - both);
+        sum = fmaf(part_sum, take, sum * keep);
+        for (uint32_t d = 0; d < dim; d++)
+            out[d] = fmaf(part[d], take, out[d] * keep);
+        largest = both;
+    }
+    float inverse = 1.0f / sum;
+    for (uint32_t d = 0; d < dim; d++)
+        out[d] *= inverse;
+}
+
+static void ref_attention(const kern_attention *args)
+{
+    uint32_t dim = args->layout->head_dim;
+
+    for (uint32_t t = 0; t < args->tokens; t++)
+        for (uint32_t h = 0; h < args->heads; h++)
+            attend(args, args->query + t * args->query_stride + (size_t)h * dim, args->position + t,
+                   args->out + t * args->out_stride + (size_t)h * dim);
+}
+
+const kern_backend kern_backend_ref = {
+    .abi = KERN_BACKEND_ABI,
+    .struct_bytes = sizeof(kern_backend),
+    .name = "cpu-ref",
+    .probe = ref_probe,
+    .supports = ref_supports,
+    .pack_bytes = ref_pack_bytes,
+    .pack = ref_pack,
+    .quantize = ref_quantize,
+    .matmul = ref_matmul,
+    .rms_norm = ref_rms_norm,
+    .rope = ref_rope,
+    .store_f16 = ref_store_f16,
+    .silu_mul = ref_silu_mul,
+    .attention_scratch_bytes = ref_attention_scratch_bytes,
+    .attention = ref_attention,
+};
