@@ -1,0 +1,289 @@
+#pragma once
+
+/* kernels/cpu/attention.h - paged attention over 16-token tiles, in the words of a v16 header.
+ *
+ * The rows of one call (tokens x query heads of the KV head) share each tile: K is turned once so
+ * that a vector holds one dimension of 16 tokens, and every row's 16 scores are then two chains of
+ * fused multiply-adds, as the reference has them. A tile's positions past the last query row are
+ * never read; a row's positions past its own are never added. */
+
+typedef struct att_work {
+    const kern_attention *args;
+    uint32_t dim, rows;
+    float *queries;                    /* [rows][dim], scaled */
+    float *scores;                     /* [rows][KERN_SPLIT_TOKENS] */
+    float *keys;                       /* [dim][16] */
+    float *values;                     /* [16][dim] */
+    float *part;                       /* [rows][dim] */
+    float *result;                     /* [rows][dim] */
+    float *largest, *sums;             /* [rows], of the splits so far */
+    float *split_largest, *split_sums; /* [rows], of the split under way */
+} att_work;
+
+static size_t fast_attention_scratch_bytes(uint32_t heads, uint32_t head_dim)
+{
+    size_t rows = (size_t)KERN_ATTENTION_TOKENS_MAX * heads;
+    return (rows * (3 * (size_t)head_dim + KERN_SPLIT_TOKENS + 32) + 32 * (size_t)head_dim) *
+           sizeof(float);
+}
+
+static void att_init(att_work *w, const kern_attention *args)
+{
+    float *space = args->scratch;
+    size_t rows = (size_t)args->tokens * args->heads;
+
+    w->args = args;
+    w->dim = args->layout->head_dim;
+    w->rows = (uint32_t)rows;
+    w->keys = space, space += (size_t)w->dim * 16;
+    w->values = space, space += (size_t)w->dim * 16;
+    w->queries = space, space += rows * w->dim;
+    w->scores = space, space += rows * KERN_SPLIT_TOKENS;
+    w->part = space, space += rows * w->dim;
+    w->result = space, space += rows * w->dim;
+    w->largest = space, space += rows;
+    w->sums = space, space += rows;
+    w->split_largest = space, space += rows;
+    w->split_sums = space;
+    for (uint32_t row = 0; row < rows; row++) {
+        const float *query = args->query + row / args->heads * args->query_stride +
+                             (size_t)(row % args->heads) * w->dim;
+        for (uint32_t d = 0; d < w->dim; d += 16)
+            v_store(w->queries + (size_t)row * w->dim + d,
+                    v_mul(v_load(query + d), v_set(args->scale)));
+    }
+}
+
+static uint32_t att_position(const att_work *w, uint32_t row)
+{
+    return w->args->position + row / w->args->heads;
+}
+
+static const uint16_t *att_tile(const att_work *w, uint32_t position)
+{
+    const pd_kv_layout *layout = w->args->layout;
+    uint64_t offset = pd_kv_layout_k_offset(
+        layout, w->args->layer, w->args->blocks[position / layout->block_tokens], w->args->kv_head);
+    offset += (position % layout->block_tokens) * layout->token_bytes;
+    return (const uint16_t *)((const uint8_t *)w->args->pool + offset);
+}
+
+/* K of the tile, turned; tokens from valid on as zeros. */
+static void att_load_keys(const att_work *w, const uint16_t *tile, uint32_t valid)
+{
+    for (uint32_t d = 0; d < w->dim; d += 16) {
+        v16 rows[16];
+#pragma GCC unroll 16
+        for (uint32_t t = 0; t < 16; t++)
+            rows[t] = t < valid ? v_load_f16(tile + (size_t)t * w->dim + d) : v_zero();
+        v_transpose(rows, w->keys + (size_t)d * 16);
+    }
+}
+
+V_INLINE void att_score_rows(const att_work *w, uint32_t row, const uint32_t count, uint32_t tile)
+{
+    const float *query = w->queries + (size_t)row * w->dim;
+    v16 even[V_QK_ROWS], odd[V_QK_ROWS];
+
+#pragma GCC unroll 8
+    for (uint32_t i = 0; i < count; i++)
+        even[i] = odd[i] = v_zero();
+    for (uint32_t d = 0; d < w->dim; d += 2) {
+        v16 key_even = v_load(w->keys + (size_t)d * 16);
+        v16 key_odd = v_load(w->keys + (size_t)d * 16 + 16);
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < count; i++) {
+            even[i] = v_fma(v_set(query[i * w->dim + d]), key_even, even[i]);
+            odd[i] = v_fma(v_set(query[i * w->dim + d + 1]), key_odd, odd[i]);
+        }
+    }
+#pragma GCC unroll 8
+    for (uint32_t i = 0; i < count; i++)
+        v_store(w->scores + (size_t)(row + i) * KERN_SPLIT_TOKENS + (size_t)tile * 16,
+                v_add(even[i], odd[i]));
+}
+
+static void att_score(const att_work *w, uint32_t row, uint32_t tile)
+{
+    for (; V_QK_ROWS >= 8 && row + 8 <= w->rows; row += 8)
+        att_score_rows(w, row, V_QK_ROWS, tile);
+    for (; V_QK_ROWS >= 8 && row + 3 <= w->rows; row += 3)
+        att_score_rows(w, row, V_QK_ROWS < 3 ? V_QK_ROWS : 3, tile);
+    for (; row + 2 <= w->rows; row += 2)
+        att_score_rows(w, row, 2, tile);
+    for (; row < w->rows; row++)
+        att_score_rows(w, row, 1, tile);
+}
+
+/* A row's scores to exponentials; positions from count on become 0. */
+static void att_softmax(const att_work *w, uint32_t row, uint32_t count, float *largest_out,
+                        float *sum_out)
+{
+    float *scores = w->scores + (size_t)row * KERN_SPLIT_TOKENS;
+    v16 most = v_set(-INFINITY), lanes = v_zero();
+    uint32_t whole = count / 16 * 16;
+
+    for (uint32_t j = 0; j < whole; j += 16)
+        most = v_max(v_load(scores + j), most);
+    if (whole < count)
+        most = v_max(v_keep_some(v_load(scores + whole), count - whole, most), most);
+    float largest = v_max_of(most);
+    for (uint32_t j = 0; j < whole; j += 16) {
+        v16 p = v_exp(v_sub(v_load(scores + j), v_set(largest)));
+        v_store(scores + j, p);
+        lanes = v_add(lanes, p);
+    }
+    if (whole < count) {
+        v16 p = v_exp(v_sub(v_load(scores + whole), v_set(largest)));
+        p = v_keep_some(p, count - whole, v_zero());
+        v_store(scores + whole, p);
+        lanes = v_add(lanes, p); /* none is -0: adding 0 changes nothing */
+    }
+    *largest_out = largest;
+    *sum_out = v_tree_sum(lanes);
+}
+
+/* part[row + i] += p * V over tokens from .. to - 1 of the tile, for rows that have them all;
+ * vectors consecutive groups of 16 dimensions. */
+V_INLINE void att_value_rows(const att_work *w, uint32_t row, const uint32_t rows, uint32_t tile,
+                             uint32_t from, uint32_t to, uint32_t dim_first, const uint32_t vectors)
+{
+    const float *p = w->scores + (size_t)row * KERN_SPLIT_TOKENS + (size_t)tile * 16;
+    float *part = w->part + (size_t)row * w->dim + dim_first;
+    const float *values = w->values + dim_first;
+    v16 acc[V_PV_ROWS][4];
+
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            acc[i][v] = v_load(part + i * w->dim + v * 16);
+    for (uint32_t t = from; t < to; t++) {
+#pragma GCC unroll 4
+        for (uint32_t i = 0; i < rows; i++) {
+            v16 weight = v_set(p[i * KERN_SPLIT_TOKENS + t]);
+#pragma GCC unroll 4
+            for (uint32_t v = 0; v < vectors; v++)
+                acc[i][v] = v_fma(weight, v_load(values + (size_t)t * w->dim + v * 16), acc[i][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < rows; i++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            v_store(part + i * w->dim + v * 16, acc[i][v]);
+}
+
+V_INLINE void att_value_dims(const att_work *w, uint32_t row, const uint32_t rows, uint32_t tile,
+                             uint32_t from, uint32_t to)
+{
+    uint32_t d = 0;
+
+    if (from >= to)
+        return;
+    for (; d + 64 <= w->dim; d += 64)
+        att_value_rows(w, row, rows, tile, from, to, d, 4);
+    for (; d < w->dim; d += 16)
+        att_value_rows(w, row, rows, tile, from, to, d, 1);
+}
+
+/* Tokens of the tile at tile_position that a row sees. */
+static uint32_t att_seen(const att_work *w, uint32_t row, uint32_t tile_position)
+{
+    uint32_t position = att_position(w, row);
+
+    if (position < tile_position)
+        return 0;
+    return position - tile_position >= 15 ? 16 : position - tile_position + 1;
+}
+
+static void att_add_values(const att_work *w, uint32_t row, uint32_t tile, uint32_t tile_position)
+{
+    for (; row + V_PV_ROWS <= w->rows; row += V_PV_ROWS) {
+        uint32_t common = att_seen(w, row, tile_position); /* positions rise with the row */
+        att_value_dims(w, row, V_PV_ROWS, tile, 0, common);
+        for (uint32_t i = 0; i < V_PV_ROWS; i++)
+            att_value_dims(w, row + i, 1, tile, common, att_seen(w, row + i, tile_position));
+    }
+    for (; row < w->rows; row++)
+        att_value_dims(w, row, 1, tile, 0, att_seen(w, row, tile_position));
+}
+
+static void att_load_values(const att_work *w, const uint16_t *tile, uint32_t valid)
+{
+    for (uint32_t i = 0; i < valid * w->dim; i += 16)
+        v_store(w->values + i, v_load_f16(tile + i));
+}
+
+/* Folds a row's split into its result. */
+static void att_merge(const att_work *w, uint32_t row, bool first, float largest, float sum)
+{
+    float *result = w->result + (size_t)row * w->dim;
+    const float *part = w->part + (size_t)row * w->dim;
+
+    if (first) {
+        for (uint32_t d = 0; d < w->dim; d += 16)
+            v_store(result + d, v_load(part + d));
+        w->largest[row] = largest;
+        w->sums[row] = sum;
+        return;
+    }
+    float both = largest > w->largest[row] ? largest : w->largest[row];
+    float keep = kern_exp(w->largest[row] - both), take = kern_exp(largest - both);
+    w->sums[row] = fmaf(sum, take, w->sums[row] * keep);
+    for (uint32_t d = 0; d < w->dim; d += 16)
+        v_store(result + d,
+                v_fma(v_load(part + d), v_set(take), v_mul(v_load(result + d), v_set(keep))));
+    w->largest[row] = both;
+}
+
+static void att_split(const att_work *w, uint32_t first)
+{
+    uint32_t last = att_position(w, w->rows - 1);
+    uint32_t end = last + 1 - first < KERN_SPLIT_TOKENS ? last + 1 : first + KERN_SPLIT_TOKENS;
+    uint32_t row_first = 0;
+
+    while (att_position(w, row_first) < first)
+        row_first += w->args->heads;
+    for (uint32_t at = first; at < end; at += 16) {
+        uint32_t row = row_first;
+        while (att_position(w, row) < at)
+            row += w->args->heads;
+        att_load_keys(w, att_tile(w, at), end - at < 16 ? end - at : 16);
+        att_score(w, row, (at - first) / 16);
+    }
+    for (uint32_t row = row_first; row < w->rows; row++)
+        for (uint32_t d = 0; d < w->dim; d += 16)
+            v_store(w->part + (size_t)row * w->dim + d, v_zero());
+    for (uint32_t row = row_first; row < w->rows; row++) {
+        uint32_t count = att_position(w, row) + 1 - first;
+        att_softmax(w, row, count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS,
+                    &w->split_largest[row], &w->split_sums[row]);
+    }
+    for (uint32_t at = first; at < end; at += 16) {
+        uint32_t row = row_first;
+        while (att_position(w, row) < at)
+            row += w->args->heads;
+        att_load_values(w, att_tile(w, at) + w->args->layout->half_bytes / 2,
+                        end - at < 16 ? end - at : 16);
+        att_add_values(w, row, (at - first) / 16, at);
+    }
+    for (uint32_t row = row_first; row < w->rows; row++)
+        att_merge(w, row, first == 0, w->split_largest[row], w->split_sums[row]);
+}
+
+static void fast_attention(const kern_attention *args)
+{
+    att_work work;
+
+    att_init(&work, args);
+    for (uint32_t first = 0; first < args->position + args->tokens; first += KERN_SPLIT_TOKENS)
+        att_split(&work, first);
+    for (uint32_t row = 0; row < work.rows; row++) {
+        float *out = args->out + row / args->heads * args->out_stride +
+                     (size_t)(row % args->heads) * work.dim;
+        v16 inverse = v_set(1.0f / work.sums[row]);
+        for (uint32_t d = 0; d < work.dim; d += 16)
+            v_store(out + d, v_mul(v_load(work.result + (size_t)row * work.dim + d), inverse));
+    }
+}

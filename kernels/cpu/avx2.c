@@ -1,0 +1,15 @@
+/* The AVX2 backend: the headers below are its functions. */
+
+#include "kernels/cpu/backends.h"
+#include "kernels/cpu/pack.h"
+#include "kernels/cpu/v16_avx2.h"
+
+#include "kernels/cpu/rows.h"
+
+#include "kernels/cpu/attention.h"
+#include "kernels/cpu/gemm_avx2.h"
+#include "kernels/cpu/gemm_float.h"
+
+#include "kernels/cpu/table.h"
+
+const kern_backend kern_backend_avx2 = KERN_FAST_TABLE("cpu-avx2", kern_probe_avx2);

@@ -1,0 +1,65 @@
+#include "kernels/backends.h"
+
+#include "kernels/cpu/backends.h"
+#include "kernels/ref/ops.h"
+
+#include <cpuid.h>
+#include <stdio.h>
+
+const kern_backend *const kern_backends[] = {&kern_backend_ref, &kern_backend_avx2,
+                                             &kern_backend_avx512, NULL};
+
+typedef struct cpu_bits {
+    uint32_t ecx1;       /* leaf 1 */
+    uint32_t ebx7, ecx7; /* leaf 7 */
+    uint64_t saved;      /* XCR0: register state the system saves */
+} cpu_bits;
+
+static cpu_bits read_cpu(void)
+{
+    cpu_bits bits = {0};
+    uint32_t eax, ebx, ecx, edx, low, high;
+
+    if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0)
+        return bits;
+    bits.ecx1 = ecx;
+    if ((ecx & bit_OSXSAVE) != 0) {
+        __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        bits.saved = (uint64_t)high << 32 | low;
+    }
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0) {
+        bits.ebx7 = ebx;
+        bits.ecx7 = ecx;
+    }
+    return bits;
+}
+
+static int judge(bool instructions, bool state, int score, const char *name, char *reason,
+                 size_t reason_size)
+{
+    snprintf(reason, reason_size, "%s%s", name,
+             !instructions ? ": the processor does not have it"
+             : !state      ? ": the operating system does not save its registers"
+                           : "");
+    return instructions && state ? score : 0;
+}
+
+int kern_probe_avx2(char *reason, size_t reason_size)
+{
+    const uint32_t leaf1 = bit_FMA | bit_F16C | bit_AVX;
+    cpu_bits bits = read_cpu();
+
+    return judge((bits.ecx1 & leaf1) == leaf1 && (bits.ebx7 & bit_AVX2) != 0,
+                 (bits.saved & 0x6) == 0x6, 20, "AVX2, FMA, F16C", reason, reason_size);
+}
+
+int kern_probe_avx512(char *reason, size_t reason_size)
+{
+    const uint32_t leaf7 = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    cpu_bits bits = read_cpu();
+    bool instructions = kern_probe_avx2(reason, reason_size) != 0 && (bits.ebx7 & leaf7) == leaf7 &&
+                        (bits.ecx7 & bit_AVX512VNNI) != 0;
+
+    return judge(instructions, (bits.saved & 0xe6) == 0xe6, 30, "AVX-512 F, BW, DQ, VL, VNNI",
+                 reason, reason_size);
+}

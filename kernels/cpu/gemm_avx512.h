@@ -1,0 +1,118 @@
+#pragma once
+
+/* kernels/cpu/gemm_avx512.h - products with packed 4- and 8-bit matrices, AVX-512 VNNI.
+ *
+ * A tile is a panel (16 weight rows, one vector lane each) by up to 16 activation rows. A block's
+ * weights are unpacked once into eight registers; an activation row then costs eight 4-way dot
+ * products against broadcasts from memory, and one or two fused multiply-adds. No horizontal sums.
+ * One activation row (decode) runs at the speed weights can be read. */
+
+V_INLINE void q_unpack(const pd_dtype dtype, const uint8_t *quants, __m512i *weights)
+{
+    const __m512i low = _mm512_set1_epi8(15);
+
+    if (dtype == PD_Q8_0) {
+#pragma GCC unroll 8
+        for (int run = 0; run < 8; run++)
+            weights[run] = _mm512_loadu_si512(quants + 64 * run);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int run = 0; run < 4; run++) {
+        __m512i pair = _mm512_loadu_si512(quants + 64 * run);
+        weights[run] = _mm512_and_si512(pair, low);
+        weights[run + 4] = _mm512_and_si512(_mm512_srli_epi16(pair, 4), low);
+    }
+}
+
+V_INLINE __m512i q_broadcast(const int8_t *x)
+{
+    int32_t four;
+    memcpy(&four, x, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+/* Weights are unsigned: what they are too large by, times the activations' sum, is taken off. */
+V_INLINE __m512i q_dot(const pd_dtype dtype, const __m512i *weights, const int8_t *x, int32_t sum)
+{
+    const int32_t excess = dtype == PD_Q8_0 ? 128 : dtype == PD_Q4_0 ? 8 : 0;
+    __m512i dot = excess == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(-excess * sum);
+
+#pragma GCC unroll 8
+    for (int run = 0; run < 8; run++)
+        dot = _mm512_dpbusd_epi32(dot, weights[run], q_broadcast(x + 4 * run));
+    return dot;
+}
+
+V_INLINE void q_tile(const kern_matrix *matrix, const pd_dtype dtype, const uint8_t *panel,
+                     const kern_acts *acts, uint32_t acts_row, const uint32_t acts_rows,
+                     float *const *out, uint32_t row, __mmask16 mask, bool add)
+{
+    const size_t quant_step = dtype == PD_Q8_0 ? 512 : 256, scale_step = dtype == PD_Q4_1 ? 64 : 32;
+    uint32_t blocks = matrix->cols / KERN_BLOCK, segment_blocks = blocks / matrix->segments;
+    const uint8_t *scales = panel + (size_t)blocks * quant_step;
+    size_t at_first = (size_t)acts_row * blocks;
+    __m512 totals[16];
+
+    uint32_t first = 0;
+    do {
+        __m512 sums[16];
+#pragma GCC unroll 16
+        for (uint32_t n = 0; n < acts_rows; n++)
+            sums[n] = _mm512_setzero_ps();
+        for (uint32_t block = first; block < first + segment_blocks; block++) {
+            __m512i weights[8];
+            const __m256i *scale = (const __m256i *)(scales + block * scale_step);
+            q_unpack(dtype, panel + block * quant_step, weights);
+            __m512 d = _mm512_cvtph_ps(_mm256_loadu_si256(scale)), m = d;
+            if (dtype == PD_Q4_1)
+                m = _mm512_cvtph_ps(_mm256_loadu_si256(scale + 1));
+            size_t at = at_first + block;
+#pragma GCC unroll 16
+            for (uint32_t n = 0; n < acts_rows; n++, at += blocks) {
+                __m512i dot = q_dot(dtype, weights, acts->quants + at * KERN_BLOCK,
+                                    dtype == PD_Q4_1 ? 0 : acts->quant_sums[at]);
+                __m512 both = _mm512_mul_ps(d, _mm512_set1_ps(acts->scales[at]));
+                sums[n] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), sums[n]);
+                if (dtype == PD_Q4_1)
+                    sums[n] = _mm512_fmadd_ps(m, _mm512_set1_ps(acts->sums[at]), sums[n]);
+            }
+        }
+#pragma GCC unroll 16
+        for (uint32_t n = 0; n < acts_rows; n++)
+            totals[n] = first == 0 ? sums[n] : _mm512_add_ps(totals[n], sums[n]);
+        first += segment_blocks;
+    } while (first < blocks);
+#pragma GCC unroll 16
+    for (uint32_t n = 0; n < acts_rows; n++) {
+        float *place = out[n] + row;
+        __m512 total = totals[n];
+        if (add)
+            total = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, place), total);
+        _mm512_mask_storeu_ps(place, mask, total);
+    }
+}
+
+V_INLINE void q_product(const kern_matrix *matrix, const pd_dtype dtype, uint32_t row_first,
+                        uint32_t rows, const kern_acts *acts, uint32_t acts_first,
+                        uint32_t acts_rows, float *const *out, bool add)
+{
+    size_t panel_bytes =
+        kern_panel_quant_bytes(dtype, matrix->cols) + kern_panel_scale_bytes(dtype, matrix->cols);
+
+    for (uint32_t row = row_first; row < row_first + rows; row += KERN_PANEL_ROWS) {
+        const uint8_t *panel = (const uint8_t *)matrix->data + row / KERN_PANEL_ROWS * panel_bytes;
+        __mmask16 mask = v_mask(row_first + rows - row);
+        uint32_t n = 0;
+        for (; n + 16 <= acts_rows; n += 16)
+            q_tile(matrix, dtype, panel, acts, acts_first + n, 16, out + n, row, mask, add);
+        for (; n + 8 <= acts_rows; n += 8)
+            q_tile(matrix, dtype, panel, acts, acts_first + n, 8, out + n, row, mask, add);
+        for (; n + 4 <= acts_rows; n += 4)
+            q_tile(matrix, dtype, panel, acts, acts_first + n, 4, out + n, row, mask, add);
+        for (; n + 2 <= acts_rows; n += 2)
+            q_tile(matrix, dtype, panel, acts, acts_first + n, 2, out + n, row, mask, add);
+        for (; n < acts_rows; n++)
+            q_tile(matrix, dtype, panel, acts, acts_first + n, 1, out + n, row, mask, add);
+    }
+}

@@ -1,0 +1,99 @@
+#pragma once
+
+/* kernels/cpu/rows.h - the operations on single rows, in the words of a v16 header included before.
+ *
+ * Part of one backend's source file; kernels/ref/ops.c says what each means. */
+
+V_INLINE v16 v_exp(v16 value)
+{
+    v16 x = v_min(v_max(value, v_set(KERN_EXP_MIN)), v_set(KERN_EXP_MAX));
+    v16 shifted = v_fma(x, v_set(KERN_EXP_LOG2E), v_set(KERN_EXP_MAGIC));
+    v16 n = v_sub(shifted, v_set(KERN_EXP_MAGIC));
+    v16 r = v_fma(n, v_set(-KERN_LN2_HIGH), x);
+    r = v_fma(n, v_set(-KERN_LN2_LOW), r);
+    v16 p = v_set(1.0f / 5040);
+    p = v_fma(p, r, v_set(1.0f / 720));
+    p = v_fma(p, r, v_set(1.0f / 120));
+    p = v_fma(p, r, v_set(1.0f / 24));
+    p = v_fma(p, r, v_set(1.0f / 6));
+    p = v_fma(p, r, v_set(0.5f));
+    p = v_fma(p, r, v_set(1.0f));
+    p = v_fma(p, r, v_set(1.0f));
+    v16i bias = v_iset((int32_t)kern_bits_of(KERN_EXP_MAGIC) - 127);
+    return v_mul(p, v_power(v_isub(v_bits(shifted), bias)));
+}
+
+static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols)
+{
+    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
+        size_t at = (size_t)row * acts->cols + col;
+        v16 low = v_load(acts->values + at), high = v_load(acts->values + at + 16);
+        float amax = v_max_of(v_max(v_abs(low), v_max(v_abs(high), v_zero())));
+        bool plain = amax >= 1e-35f && amax <= 3e38f;
+        v16 inverse = v_set(plain ? 127.0f / amax : 0);
+        v16 magic = v_set(KERN_EXP_MAGIC);
+        low = plain ? v_add(v_mul(low, inverse), magic) : magic;
+        high = plain ? v_add(v_mul(high, inverse), magic) : magic;
+        v16i low_quants = v_isub(v_bits(low), v_bits(magic));
+        v16i high_quants = v_isub(v_bits(high), v_bits(magic));
+        int32_t sum = v_isum(low_quants) + v_isum(high_quants);
+        float scale = plain ? amax / 127.0f : amax > 1 ? amax : 0;
+        v_store_i8(acts->quants + at, low_quants);
+        v_store_i8(acts->quants + at + 16, high_quants);
+        acts->scales[at / KERN_BLOCK] = scale;
+        acts->sums[at / KERN_BLOCK] = scale * (float)sum;
+        acts->quant_sums[at / KERN_BLOCK] = sum;
+    }
+}
+
+static void fast_rms_norm(const float *x, const float *weight, uint32_t count, float eps,
+                          float *out)
+{
+    uint32_t whole = count / 16 * 16, rest = count - whole;
+    v16 lanes = v_zero();
+
+    for (uint32_t i = 0; i < whole; i += 16) {
+        v16 part = v_load(x + i);
+        lanes = v_fma(part, part, lanes);
+    }
+    if (rest != 0) {
+        v16 part = v_load_some(x + whole, rest);
+        lanes = v_fma(part, part, lanes); /* squares: adding 0 changes none of them */
+    }
+    float scale = 1.0f / sqrtf(v_tree_sum(lanes) / (float)count + eps);
+    for (uint32_t i = 0; i < whole; i += 16)
+        v_store(out + i, v_mul(v_mul(v_load(x + i), v_set(scale)), v_load(weight + i)));
+    if (rest != 0) {
+        v16 part = v_mul(v_load_some(x + whole, rest), v_set(scale));
+        v_store_some(out + whole, rest, v_mul(part, v_load_some(weight + whole, rest)));
+    }
+}
+
+static void fast_rope(float *head, const float *table, uint32_t pairs)
+{
+    for (uint32_t i = 0; i < 2 * pairs; i += 16) {
+        uint32_t count = 2 * pairs - i;
+        v16 x = v_load_some(head + i, count);
+        v_store_some(head + i, count, v_rotate(x, v_load_some(table + i, count)));
+    }
+}
+
+static void fast_store_f16(const float *x, uint32_t count, uint16_t *out)
+{
+    uint32_t i = 0;
+
+    for (; i + 16 <= count; i += 16) /* the operand order keeps a NaN */
+        v_store_f16(out + i, v_max(v_set(-65504.0f), v_min(v_set(65504.0f), v_load(x + i))));
+    for (; i < count; i++)
+        out[i] = kern_f32_to_f16(x[i]);
+}
+
+static void fast_silu_mul(float *gate, const float *up, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i += 16) {
+        uint32_t some = count - i;
+        v16 x = v_load_some(gate + i, some);
+        v16 silu = v_div(x, v_add(v_set(1.0f), v_exp(v_negate(x))));
+        v_store_some(gate + i, some, v_mul(silu, v_load_some(up + i, some)));
+    }
+}

@@ -1,0 +1,47 @@
+#pragma once
+
+/* kernels/cpu/table.h - one backend's table, from the functions in the headers included before it.
+ * Last in the source file of an instruction set, which defines the name, the probe and the table.
+ */
+
+static bool fast_supports(pd_dtype dtype)
+{
+    return dtype <= PD_Q8_0;
+}
+
+static void fast_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t rows,
+                        const kern_acts *acts, uint32_t acts_first, uint32_t acts_rows,
+                        float *const *out, bool add)
+{
+    switch (matrix->dtype) {
+    case PD_F32:
+        float_product(matrix, PD_F32, row_first, rows, acts, acts_first, acts_rows, out, add);
+        break;
+    case PD_F16:
+        float_product(matrix, PD_F16, row_first, rows, acts, acts_first, acts_rows, out, add);
+        break;
+    case PD_BF16:
+        float_product(matrix, PD_BF16, row_first, rows, acts, acts_first, acts_rows, out, add);
+        break;
+    case PD_Q4_0:
+        q_product(matrix, PD_Q4_0, row_first, rows, acts, acts_first, acts_rows, out, add);
+        break;
+    case PD_Q4_1:
+        q_product(matrix, PD_Q4_1, row_first, rows, acts, acts_first, acts_rows, out, add);
+        break;
+    default:
+        pd_assert(matrix->dtype == PD_Q8_0);
+        q_product(matrix, PD_Q8_0, row_first, rows, acts, acts_first, acts_rows, out, add);
+        break;
+    }
+}
+
+#define KERN_FAST_TABLE(backend_name, backend_probe)                                               \
+    {                                                                                              \
+        .abi = KERN_BACKEND_ABI, .struct_bytes = sizeof(kern_backend), .name = (backend_name),     \
+        .probe = (backend_probe), .supports = fast_supports, .pack_bytes = kern_pack_bytes,        \
+        .pack = kern_pack, .quantize = fast_quantize, .matmul = fast_matmul,                       \
+        .rms_norm = fast_rms_norm, .rope = fast_rope, .store_f16 = fast_store_f16,                 \
+        .silu_mul = fast_silu_mul, .attention_scratch_bytes = fast_attention_scratch_bytes,        \
+        .attention = fast_attention,                                                               \
+    }

@@ -1,0 +1,175 @@
+#pragma once
+
+/* kernels/cpu/v16_avx512.h - sixteen floats at once: one AVX-512 register.
+ *
+ * The words rows.h, attention.h and gemm_float.h are written in; v16_avx2.h has the same ones. */
+
+#include "kernels/number.h"
+
+#include <immintrin.h>
+
+#define V_QK_ROWS 8 /* query rows of a score tile: two chains each, in registers */
+#define V_PV_ROWS 4 /* rows of a value tile, four vectors each */
+#define V_MM_ROWS 4 /* weight rows and activation rows of a float product's tile */
+#define V_MM_ACTS 4
+
+#define V_INLINE static inline __attribute__((always_inline))
+
+typedef __m512 v16;
+typedef __m512i v16i;
+
+V_INLINE v16 v_zero(void)
+{
+    return _mm512_setzero_ps();
+}
+V_INLINE v16 v_set(float x)
+{
+    return _mm512_set1_ps(x);
+}
+V_INLINE v16 v_load(const float *p)
+{
+    return _mm512_loadu_ps(p);
+}
+V_INLINE void v_store(float *p, v16 x)
+{
+    _mm512_storeu_ps(p, x);
+}
+V_INLINE __mmask16 v_mask(uint32_t count)
+{
+    return (__mmask16)(count >= 16 ? 0xffff : (1u << count) - 1);
+}
+/* The first count lanes; the others are zero and not read. */
+V_INLINE v16 v_load_some(const float *p, uint32_t count)
+{
+    return _mm512_maskz_loadu_ps(v_mask(count), p);
+}
+V_INLINE void v_store_some(float *p, uint32_t count, v16 x)
+{
+    _mm512_mask_storeu_ps(p, v_mask(count), x);
+}
+/* Lanes from count on become other's. */
+V_INLINE v16 v_keep_some(v16 x, uint32_t count, v16 other)
+{
+    return _mm512_mask_blend_ps(v_mask(count), other, x);
+}
+V_INLINE v16 v_fma(v16 a, v16 b, v16 c)
+{
+    return _mm512_fmadd_ps(a, b, c);
+}
+V_INLINE v16 v_add(v16 a, v16 b)
+{
+    return _mm512_add_ps(a, b);
+}
+V_INLINE v16 v_sub(v16 a, v16 b)
+{
+    return _mm512_sub_ps(a, b);
+}
+V_INLINE v16 v_mul(v16 a, v16 b)
+{
+    return _mm512_mul_ps(a, b);
+}
+V_INLINE v16 v_div(v16 a, v16 b)
+{
+    return _mm512_div_ps(a, b);
+}
+/* a > b ? a : b, and a < b ? a : b, also where one is NaN */
+V_INLINE v16 v_max(v16 a, v16 b)
+{
+    return _mm512_max_ps(a, b);
+}
+V_INLINE v16 v_min(v16 a, v16 b)
+{
+    return _mm512_min_ps(a, b);
+}
+V_INLINE v16 v_abs(v16 a)
+{
+    return _mm512_abs_ps(a);
+}
+V_INLINE v16 v_negate(v16 a)
+{
+    return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f));
+}
+V_INLINE v16i v_bits(v16 a)
+{
+    return _mm512_castps_si512(a);
+}
+V_INLINE v16i v_isub(v16i a, v16i b)
+{
+    return _mm512_sub_epi32(a, b);
+}
+/* 2^n as a float, n + 127 given */
+V_INLINE v16 v_power(v16i biased)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+}
+V_INLINE v16i v_iset(int32_t x)
+{
+    return _mm512_set1_epi32(x);
+}
+V_INLINE v16 v_load_f16(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+V_INLINE void v_store_f16(uint16_t *p, v16 x)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+V_INLINE v16 v_load_bf16(const uint16_t *p)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+V_INLINE void v_store_i8(int8_t *p, v16i x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x));
+}
+V_INLINE int32_t v_isum(v16i x)
+{
+    return _mm512_reduce_add_epi32(x);
+}
+V_INLINE float v_max_of(v16 x)
+{
+    return _mm512_reduce_max_ps(x);
+}
+V_INLINE float v_tree_sum(v16 x)
+{
+    __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+/* Pairs (even, odd) rotated by pairs (cos, sin). */
+V_INLINE v16 v_rotate(v16 x, v16 table)
+{
+    v16 product = _mm512_mul_ps(_mm512_permute_ps(x, 0xb1), _mm512_movehdup_ps(table));
+    return _mm512_fmaddsub_ps(x, _mm512_moveldup_ps(table), product);
+}
+/* rows[16] of 16 floats to out[column][row]. */
+V_INLINE void v_transpose(const v16 *rows, float *out)
+{
+    v16 a[16], b[16];
+
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) { /* b[i + c]: column c of each lane quarter, rows i..i+3 */
+        b[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        v16 low0 = _mm512_shuffle_f32x4(b[c], b[c + 4], 0x88);
+        v16 low1 = _mm512_shuffle_f32x4(b[c + 8], b[c + 12], 0x88);
+        v16 high0 = _mm512_shuffle_f32x4(b[c], b[c + 4], 0xdd);
+        v16 high1 = _mm512_shuffle_f32x4(b[c + 8], b[c + 12], 0xdd);
+        v_store(out + 16 * c, _mm512_shuffle_f32x4(low0, low1, 0x88));
+        v_store(out + 16 * (c + 4), _mm512_shuffle_f32x4(high0, high1, 0x88));
+        v_store(out + 16 * (c + 8), _mm512_shuffle_f32x4(low0, low1, 0xdd));
+        v_store(out + 16 * (c + 12), _mm512_shuffle_f32x4(high0, high1, 0xdd));
+    }
+}
