@@ -153,9 +153,9 @@ out:
     return status;
 }
 
-/* The line in text[0..len) that tells most: the last level=error, else the last that is not empty.
- */
-static const char *telling_line(char *text)
+/* What the log says about the end: its last level=error line; where there is none and the service
+ * ended by itself, the last line of all; else "". */
+static const char *telling_line(char *text, bool by_itself)
 {
     const char *last = "", *last_error = NULL;
     char *rest = NULL;
@@ -166,7 +166,7 @@ static const char *telling_line(char *text)
         if (strstr(line, "level=error") != NULL)
             last_error = line;
     }
-    const char *line = last_error != NULL ? last_error : last;
+    const char *line = last_error != NULL ? last_error : (by_itself ? last : "");
     const char *message = strstr(line, "msg=");
     return message != NULL ? message + 4 : line;
 }
@@ -179,8 +179,8 @@ void launch_why(const launch_shared *shared, const state_service *service, long 
     int n;
 
     if (WIFSIGNALED(wait_status))
-        n = snprintf(out, STATE_LAST_ERROR_MAX, "killed by signal %d (%s)", WTERMSIG(wait_status),
-                     strsignal(WTERMSIG(wait_status)));
+        n = snprintf(out, STATE_LAST_ERROR_MAX, "was killed by signal %d (%s)",
+                     WTERMSIG(wait_status), strsignal(WTERMSIG(wait_status)));
     else
         n = snprintf(out, STATE_LAST_ERROR_MAX, "ended with status %d", WEXITSTATUS(wait_status));
     log_path(shared, service, path);
@@ -195,7 +195,7 @@ void launch_why(const launch_shared *shared, const state_service *service, long 
     }
     fclose(file);
     tail[len] = '\0';
-    const char *line = telling_line(tail);
+    const char *line = telling_line(tail, WIFEXITED(wait_status) && WEXITSTATUS(wait_status) != 0);
     if (line[0] == '\0')
         return;
     n += snprintf(out + n, (size_t)(STATE_LAST_ERROR_MAX - n), ": ");

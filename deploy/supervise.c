@@ -456,7 +456,9 @@ static void check_ready(supervisor *s, uint64_t *progress_ns)
         snprintf(answer, sizeof answer, "GET /ready: %d %.100s", code, pd_buf_text(&body));
     pd_buf_fini(&body);
     now_ns = pd_clock_now_ns();
-    if (code == 200) {
+    if (reap(s)) {
+        write_state(s); /* one ended meanwhile: whatever /ready said is of before */
+    } else if (code == 200) {
         become_ready(s, now_ns);
     } else if (now_ns > late_ns) {
         say(s, 'E', "not ready after %llu s: %s (logs: %s/logs)",
@@ -557,15 +559,25 @@ static void clean_up(supervisor *s)
     state_remove(s->deployment->state_dir);
 }
 
+/* nohup and background jobs of a script start us with signals ignored, and mean it; but a blocked
+ * signal is delivered to sigtimedwait even so. */
+static void add_unless_ignored(sigset_t *signals, int signal)
+{
+    struct sigaction action;
+
+    if (sigaction(signal, NULL, &action) != 0 || action.sa_handler != SIG_IGN)
+        sigaddset(signals, signal);
+}
+
 static pd_status run(supervisor *s)
 {
     sigset_t signals;
 
     sigemptyset(&signals);
     sigaddset(&signals, SIGCHLD);
-    sigaddset(&signals, SIGINT);
     sigaddset(&signals, SIGTERM);
-    sigaddset(&signals, SIGHUP);
+    add_unless_ignored(&signals, SIGINT);
+    add_unless_ignored(&signals, SIGHUP);
     sigprocmask(SIG_BLOCK, &signals, NULL);
     signal(SIGPIPE, SIG_IGN);
     start_all(s);
