@@ -34,7 +34,8 @@ static void ask_router(report *r)
     if (pd_value_listen(r->s.listen, host, &listen.port, &listen.ipv6, &why) != PD_OK)
         return;
     pd_buf_init(&body, ANSWER_MAX);
-    r->ready = http_get(&listen, "/ready", ASK_TIMEOUT_MS, &code, &body) == PD_OK && code == 200;
+    r->ready = r->s.ready && http_get(&listen, "/ready", ASK_TIMEOUT_MS, &code, &body) == PD_OK &&
+               code == 200;
     pd_buf_clear(&body);
     if (http_get(&listen, "/workers", ASK_TIMEOUT_MS, &code, &body) == PD_OK && code == 200 &&
         pd_json_parse(pd_buf_text(&body), body.len, &r->answer, &error) == PD_OK) {

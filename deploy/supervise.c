@@ -180,10 +180,11 @@ static pd_status choose_listen(supervisor *s, uint16_t *port_out)
 static pd_status choose_endpoint(supervisor *s, const char *key, const char *endpoint,
                                  uint16_t *taken, size_t *taken_count, char out[1400])
 {
-    size_t len = strlen(endpoint);
     char host[256], why[128];
     uint16_t port;
 
+    pd_assert(endpoint != NULL);
+    size_t len = strlen(endpoint);
     snprintf(out, 1400, "%s=%s", key, endpoint);
     if (strncmp(endpoint, "tcp://", 6) != 0 || strcmp(endpoint + len - 2, ":0") != 0)
         return PD_OK;

@@ -638,9 +638,11 @@ static void finish_rest(reading *r)
         TELL_KEY(r, "transfer.backend", "nccl is not supported yet; write ucx");
     if (state_of(r, "heartbeat.interval") != BAD && state_of(r, "heartbeat.lost_after") != BAD &&
         d->heartbeat.lost_after_ns < 2 * d->heartbeat.interval_ns) {
-        char interval[32];
-        pd_value_write_duration(2 * d->heartbeat.interval_ns, interval);
-        TELL_KEY(r, "heartbeat.lost_after", "must be at least two intervals (%s)", interval);
+        const pd_yaml_node *at = r->nodes[key_must("heartbeat.lost_after")];
+        char least[32];
+        at = at != NULL ? at : r->nodes[key_must("heartbeat.interval")];
+        pd_value_write_duration(2 * d->heartbeat.interval_ns, least);
+        TELL_AT(r->faults, at, "heartbeat.lost_after: must be at least two intervals (%s)", least);
     }
 }
 

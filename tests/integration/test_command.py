@@ -1,0 +1,288 @@
+#!/usr/bin/env python3
+"""The kvferry command and its supervisor, with stand-ins for the services (standin.py).
+
+Usage: test_command.py [-v] [TEST ...]; KVFERRY names the command (default build/deploy/kvferry).
+"""
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+KVFERRY = os.path.abspath(os.environ.get("KVFERRY", os.path.join(ROOT, "build/deploy/kvferry")))
+
+YAML = """
+cluster: t
+state_dir: {state}
+model: {{path: {model}}}
+workers: 3
+ratio: "2:1"
+router: {{listen: "127.0.0.1:0"}}
+"""
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what, seconds=10):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+class Command(unittest.TestCase):
+    def setUp(self):
+        self.dir = tempfile.mkdtemp(prefix="kvf")
+        self.bin = os.path.join(self.dir, "bin")
+        os.mkdir(self.bin)
+        for name in ("router", "prefill-worker", "decode-worker"):
+            shutil.copy(os.path.join(HERE, "standin.py"), os.path.join(self.bin, name))
+            os.chmod(os.path.join(self.bin, name), 0o755)
+        self.model = os.path.join(self.dir, "m.gguf")
+        open(self.model, "w").close()
+        self.state = os.path.join(self.dir, "state")
+        self.file = os.path.join(self.dir, "c.yaml")
+        self.write(YAML.format(state=self.state, model=self.model))
+
+    def tearDown(self):
+        self.run_kvferry("down", "-f", self.file)
+        left = [pid for pid in os.listdir("/proc") if pid.isdigit() and self.bin in self.command_line(pid)]
+        shutil.rmtree(self.dir)
+        self.assertEqual(left, [], "processes left behind")
+
+    @staticmethod
+    def command_line(pid):
+        try:
+            with open(f"/proc/{pid}/cmdline") as f:
+                return f.read()
+        except OSError:
+            return ""
+
+    def write(self, text):
+        with open(self.file, "w") as f:
+            f.write(text)
+
+    def env(self, **standin):
+        return dict(os.environ, KVFERRY_BIN_DIR=self.bin, STANDIN_DIR=self.dir, **standin)
+
+    def run_kvferry(self, *args, **standin):
+        done = subprocess.run([KVFERRY, *args], env=self.env(**standin), capture_output=True, text=True, timeout=120,
+                              stdin=subprocess.DEVNULL)
+        return done.returncode, done.stdout, done.stderr
+
+    def up(self, *args, **standin):
+        return self.run_kvferry("up", "-f", self.file, "--detach", *args, **standin)
+
+    def status(self):
+        rc, out, err = self.run_kvferry("status", "-f", self.file, "--json")
+        return json.loads(out)
+
+    def service(self, name):
+        return next(s for s in self.status()["services"] if s["name"] == name)
+
+    def assert_refused(self, result, *parts):
+        rc, out, err = result
+        self.assertNotEqual(rc, 0)
+        self.assertEqual(err.count("\n"), 1, err)
+        for part in parts:
+            self.assertIn(part, err)
+        self.assertFalse(self.status()["running"])
+
+    # --- arguments and check ---
+
+    def test_usage_errors_are_one_line_that_helps(self):
+        for args, part in ((["chek"], "did you mean 'check'"), (["frobnicate"], "unknown command"),
+                           (["up", "--fiel", "x"], "unknown option"), (["up"], "-f FILE"),
+                           (["up", "-f"], "needs a value"), (["up", "--json", "-f", "x"], "unknown option"),
+                           (["up", "-f", "x", "-f", "y"], "twice"), (["up", "y"], "unknown argument"),
+                           (["up", "--detach=1"], "takes no value"), (["up", "--timeout", "5"], "no unit")):
+            rc, out, err = self.run_kvferry(*args)
+            self.assertEqual((rc, out, err.count("\n")), (2, "", 1), (args, err))
+            self.assertIn(part, err)
+        for args in (["--help"], ["up", "--help"], ["down", "-h"], ["status", "--help"], ["check", "--help"]):
+            rc, out, err = self.run_kvferry(*args)
+            self.assertEqual((rc, err), (0, ""))
+            self.assertIn("usage: kvferry", out)
+
+    def test_check_prints_all_faults(self):
+        rc, out, err = self.run_kvferry("check", "-f", os.path.join(ROOT, "tests/cases/yaml/wrong_values.yaml"))
+        self.assertEqual((rc, out, err.count("\n")), (1, "", 6))
+        rc, out, err = self.run_kvferry("check", "-f", self.file, "--set", "kv.memory=2GB")
+        self.assertEqual((rc, out), (1, ""))
+        self.assertIn("--set 1: kv.memory:", err)
+        rc, out, err = self.run_kvferry("check", "-f", self.file, "--set=kv.memory=64MiB", "--effective")
+        self.assertEqual((rc, err), (0, ""))
+        self.assertIn("memory: 64MiB", out)
+        for name in ("deploy/local.yaml", "deploy/examples/2p1d.yaml"):
+            self.assertEqual(self.run_kvferry("check", "-f", os.path.join(ROOT, name))[0], 0)
+        rc, out, err = self.run_kvferry("check", "--keys")
+        self.assertIn("prefill.chunk_tokens", out)
+
+    # --- up, status, down ---
+
+    def test_up_status_down(self):
+        rc, out, err = self.up()
+        self.assertEqual((rc, err), (0, ""))
+        status = self.status()
+        self.assertTrue(status["ready"] and status["running"])
+        self.assertEqual([s["name"] for s in status["services"]], ["router", "prefill-0", "prefill-1", "decode-0"])
+        self.assertTrue(all(alive(s["pid"]) and s["process"] == "running" for s in status["services"]))
+        self.assertEqual(status["workers"][0]["kv"]["total"], 64)
+        rc, table, err = self.run_kvferry("status", "-f", self.file)
+        self.assertIn("posix+cma", table)
+        self.assertIn("60/64", table)
+        rc, out, err = self.up()
+        self.assertEqual((rc, err.count("\n")), (1, 1))
+        self.assertIn("already running", err)
+        self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, "cluster t has ended\n"))
+        self.assertFalse(any(alive(s["pid"]) for s in status["services"]))
+        self.assertFalse(os.path.exists(os.path.join(self.state, "state.json")))
+        self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, "cluster t was not running\n"))
+        self.assertEqual(self.run_kvferry("status", "-f", self.file)[0], 1)
+
+    def test_up_fails_with_the_services_own_error(self):
+        for mode in ("fail", "usage"):
+            self.assert_refused(self.up(STANDIN_DECODE_0=mode, STANDIN_ROUTER="unready"),
+                                "decode-0 ended with status", "cannot do it name=decode-0", "decode-0.log")
+
+    def test_up_gives_up_in_time(self):
+        started = time.monotonic()
+        self.assert_refused(self.up("--timeout", "1s", STANDIN_ROUTER="unready"), "not ready after 1 s", "503")
+        self.assertLess(time.monotonic() - started, 8)
+
+    def test_nothing_starts_on_a_bad_deployment(self):
+        self.assert_refused(self.up("--set", "model.path=/nowhere/m.gguf"), "model.path", "No such file")
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = "127.0.0.1:%d" % taken.getsockname()[1]
+            self.assert_refused(self.up("--set", "router.listen=" + address), "router.listen", address, "in use")
+        os.unlink(os.path.join(self.bin, "decode-worker"))
+        self.assert_refused(self.up(), "no executable 'decode-worker'")
+        self.assert_refused(self.up("--set", "state_dir=/proc/x"), "state_dir", "/proc/x")
+        self.assertFalse(os.path.exists(os.path.join(self.state, "logs", "router.log")))
+
+    def test_ports_are_picked(self):
+        rc, out, err = self.up("--set", "router.bus=tcp")
+        self.assertEqual((rc, err), (0, ""))
+        line = self.command_line(self.service("decode-0")["pid"])
+        ports = [part.rpartition(":")[2] for part in line.split("\0") if part.startswith("router.") and ":" in part]
+        self.assertEqual(len(set(ports)), 4, line)
+
+    # --- what goes wrong later ---
+
+    def test_a_killed_worker_is_restarted(self):
+        self.assertEqual(self.up()[0], 0)
+        before = self.service("prefill-1")
+        os.kill(before["pid"], signal.SIGKILL)
+        self.assertTrue(wait_for(lambda: self.service("prefill-1")["process"] == "waiting", 3))
+        self.assertIn("killed by signal 9", self.service("prefill-1")["last_error"])
+        self.assertTrue(wait_for(lambda: self.service("prefill-1")["process"] == "running"))
+        after = self.service("prefill-1")
+        self.assertEqual(after["restarts"], 1)
+        self.assertNotEqual(after["pid"], before["pid"])
+
+    def test_a_wrong_configuration_is_not_restarted(self):
+        self.assertEqual(self.up(STANDIN_DECODE_0="late")[0], 0)
+        open(os.path.join(self.dir, "go"), "w").close()
+        self.assertTrue(wait_for(lambda: self.service("decode-0")["process"] == "failed"))
+        self.assertIn("status 2: cannot do it", self.service("decode-0")["last_error"])
+        self.assertTrue(alive(self.service("router")["pid"]))
+
+    def test_a_crash_loop_ends(self):
+        self.assertEqual(self.up(STANDIN_PREFILL_0="crash")[0], 0)
+        open(os.path.join(self.dir, "go"), "w").close()
+        self.assertTrue(wait_for(lambda: self.service("prefill-0")["process"] == "failed", 40))
+        self.assertEqual(self.service("prefill-0")["restarts"], 5)
+
+    def test_services_die_with_their_supervisor(self):
+        self.assertEqual(self.up()[0], 0)
+        status = self.status()
+        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        self.assertTrue(wait_for(lambda: not any(alive(s["pid"]) for s in status["services"]), 5))
+        self.assertFalse(self.status()["running"])
+        self.assertEqual(self.up()[0], 0)  # stale state is no obstacle
+
+    def test_down_kills_what_does_not_end(self):
+        self.assertEqual(self.up(STANDIN_PREFILL_0="hang")[0], 0)
+        pid = self.service("prefill-0")["pid"]
+        self.assertEqual(self.run_kvferry("down", "-f", self.file)[0], 0)
+        self.assertFalse(alive(pid))
+
+    def test_down_never_touches_a_stranger(self):
+        stranger = subprocess.Popen(["sleep", "60"])
+        try:
+            os.makedirs(self.state)
+            process = {"pid": stranger.pid, "start": 1}  # the pid was given away meanwhile
+            with open(os.path.join(self.state, "state.json"), "w") as f:
+                json.dump({"version": 1, "cluster": "t", "file": "x", "listen": "127.0.0.1:1", "ready": True,
+                           "supervisor": process, "services": [dict(process, name="router", role="router",
+                                                                    phase="running")]}, f)
+            self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, "cluster t was not running\n"))
+            self.assertIsNone(stranger.poll())
+        finally:
+            stranger.kill()
+            stranger.wait()
+
+    def test_a_broken_state_file_is_told(self):
+        os.makedirs(self.state)
+        for text in ("", "{", "[]", '{"version": 2}', '{"version": 1, "services": 3}'):
+            with open(os.path.join(self.state, "state.json"), "w") as f:
+                f.write(text)
+            rc, out, err = self.run_kvferry("down", "-f", self.file)
+            self.assertEqual((rc, err.count("\n")), (1, 1))
+            self.assertIn("state.json", err)
+        self.assertEqual(self.up()[0], 0)  # no supervisor holds the lock, so it is written anew
+
+    # --- foreground, signals ---
+
+    def foreground(self, *args, **standin):
+        return subprocess.Popen([KVFERRY, "up", "-f", self.file, *args], env=self.env(**standin), text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+
+    def test_the_foreground_ends_in_order_on_ctrl_c(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process = self.foreground()
+            self.assertTrue(wait_for(lambda: self.status()["ready"]))
+            pids = [s["pid"] for s in self.status()["services"]]
+            process.send_signal(number)
+            out, err = process.communicate(timeout=15)
+            self.assertEqual((process.returncode, err), (0, ""))
+            self.assertIn("ready after", out)
+            self.assertIn("has ended", out)
+            self.assertFalse(any(map(alive, pids)))
+
+    def test_an_interrupted_start_leaves_nothing(self):
+        for args in ([], ["--detach"]):
+            process = self.foreground(*args, STANDIN_ROUTER="unready")
+            self.assertTrue(wait_for(lambda: len(self.status()["services"]) == 4))
+            pids = [s["pid"] for s in self.status()["services"]]
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=15)
+            self.assertNotEqual(process.returncode, 0)
+            self.assertFalse(any(map(alive, pids)))
+
+    def test_a_killed_waiter_takes_the_start_with_it(self):
+        process = self.foreground("--detach", STANDIN_ROUTER="unready")
+        self.assertTrue(wait_for(lambda: len(self.status()["services"]) == 4))
+        pids = [s["pid"] for s in self.status()["services"]]
+        process.kill()
+        process.communicate()
+        self.assertTrue(wait_for(lambda: not any(map(alive, pids)), 15))
+
+
+if __name__ == "__main__":
+    unittest.main()
