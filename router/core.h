@@ -31,6 +31,7 @@ typedef struct router_core_config {
     uint32_t block_tokens;
     uint64_t block_bytes; /* of KV a block over all layers: the price of shipping */
     uint32_t context_max; /* prompt and answer together, tokens */
+    uint32_t vocab;       /* a token of a worker at or over it is a failure; 0: unchecked */
 
     pd_router_policy policy;
     pd_cost cost; /* where the time model starts; refitted from what workers report */

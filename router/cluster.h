@@ -1,0 +1,91 @@
+#pragma once
+
+/* router/cluster.h - the workers as this router sees them.
+ *
+ * A worker registers with a hello, is checked against what this cluster runs, lives as long as it
+ * sends heartbeats, and ends by bye or silence. An incarnation that ended is never believed again.
+ * Pure: messages go out through the send function, time comes in. One thread. */
+
+#include "router/core.h"
+
+#define ROUTER_NO_WORKER      UINT32_MAX
+#define ROUTER_IDENTITY_BYTES (PD_NAME_BYTES + 17) /* a name, "/", 16 hex digits, NUL */
+
+#define ROUTER_DEAD_MAX 1024
+
+typedef struct router_link {
+    bool up, failed;
+    uint64_t peer_incarnation;
+    uint64_t offer_ns; /* failed: when the peer is offered again */
+    char lane[64];
+} router_link;
+
+typedef struct router_worker {
+    bool used;
+    char identity[ROUTER_IDENTITY_BYTES];
+    pd_msg_hello hello; /* transfer_address points to address below */
+    unsigned char *address;
+    uint64_t heard_ns;  /* any message */
+    uint64_t report_ns; /* last heartbeat; 0 none yet */
+    pd_msg_heartbeat report;
+    /* what this router sent and has not seen the end of */
+    uint32_t inflight_prefill, inflight_decode;
+    double inflight_prefill_ms; /* predicted, of those in flight */
+    double sent_ms;             /* predicted, of those sent since the report */
+    uint64_t inflight_context;  /* tokens of sequences leased or decoding here */
+    uint64_t blocked_ns;        /* refused for overload: not asked again before */
+    router_link *links;         /* prefill: [ROUTER_WORKERS_MAX], by the decode worker's slot */
+    pd_request_key *owed;       /* cancels that the bus did not take yet */
+    uint32_t owed_count, owed_size;
+} router_worker;
+
+typedef struct router_cluster {
+    const router_core_config *config;
+    uint64_t router;
+    const router_sink *sink;
+    uint64_t layout_fingerprint; /* expected; 0: not set yet */
+    char layout[128];
+    uint32_t count;
+    uint32_t slots_used; /* slots at and beyond were never used */
+    uint64_t beat_ns;    /* next heartbeat to the workers */
+    uint64_t registered, refused, lost;
+    uint64_t dead[ROUTER_DEAD_MAX]; /* incarnations that ended, a ring */
+    uint32_t dead_next;
+    router_worker workers[ROUTER_WORKERS_MAX];
+} router_cluster;
+
+PD_CHECKED pd_status router_cluster_create(const router_core_config *config, uint64_t router,
+                                           const router_sink *sink, uint64_t now_ns,
+                                           router_cluster **cluster_out);
+void router_cluster_destroy(router_cluster *cluster);
+
+/* Checks and registers. On PD_OK *slot_out is the worker's and everyone was told of everyone.
+ * *replaced_out: the slot of an older incarnation of the same name, which the caller removes
+ * first (then calls again); ROUTER_NO_WORKER otherwise. PD_E_MISMATCH: it was sent a refusal.
+ * PD_E_AGAIN: an older incarnation has to go first. */
+PD_CHECKED pd_status router_cluster_hello(router_cluster *cluster, const char *from,
+                                          const pd_msg_hello *hello, uint64_t now_ns,
+                                          uint32_t *slot_out, uint32_t *replaced_out);
+/* Ends a worker: its incarnation is dead, all others are told. The slot is free afterwards. */
+void router_cluster_remove(router_cluster *cluster, uint32_t slot);
+
+uint32_t router_cluster_by_identity(const router_cluster *cluster, const char *identity);
+uint32_t router_cluster_by_name(const router_cluster *cluster, const char *name,
+                                uint64_t incarnation);
+
+/* A heartbeat came; the caller has found the slot. */
+void router_cluster_report(router_cluster *cluster, uint32_t slot,
+                           const pd_msg_heartbeat *heartbeat, uint64_t now_ns);
+void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg_link *link,
+                            uint64_t now_ns);
+/* Heartbeats out, owed cancels, links offered again. */
+void router_cluster_on_tick(router_cluster *cluster, uint64_t now_ns);
+/* A slot silent for longer than lost_after, or ROUTER_NO_WORKER. */
+uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns);
+uint64_t router_cluster_next_due(const router_cluster *cluster);
+
+/* Sends a cancel, and again later if it was not taken: a lost one would hold blocks. */
+void router_cluster_cancel(router_cluster *cluster, uint32_t slot, pd_request_key key);
+
+bool router_worker_ready(const router_worker *worker); /* warm, not draining */
+bool router_cluster_linked(const router_cluster *cluster, uint32_t prefill, uint32_t decode);

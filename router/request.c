@@ -1,0 +1,1006 @@
+#include "router/request.h"
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "common/base/mem.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum {
+    SLOT_BITS = 16,      /* of a handle: its slot; the rest counts requests */
+    PUMP_TRIES = 32,     /* queued requests tried in one turn */
+    EARLY_MAX = 32,      /* tokens that may wait for one before them */
+    RETRIES_MAX = 1,     /* failures survived before the first token */
+    CLOSING_MS = 250,    /* patience for the prefill worker's last word */
+    BLOCKED_MS_MIN = 5,  /* a worker that refused is left alone for this long at least, */
+    BLOCKED_MS_MAX = 500 /* and this long at most, whatever it says */
+};
+
+typedef enum request_state {
+    FREE,
+    QUEUED,
+    LEASING,
+    PREFILLING,
+    DECODING,
+    CLOSING,
+} request_state;
+
+typedef struct early_token {
+    uint32_t index, token;
+    pd_finish finish;
+} early_token;
+
+typedef struct request {
+    request_state state;
+    pd_request_key key;
+    char id[PD_REQUEST_ID_BYTES];
+    uint32_t *tokens; /* [prompt_tokens + 1]: the prompt, then the first token of the answer */
+    pd_hash128 *hashes;
+    uint32_t prompt_tokens, hashes_count, max_tokens;
+    pd_sampling sampling;
+    uint32_t end_tokens[ROUTER_END_TOKENS_MAX];
+    uint32_t end_tokens_count;
+
+    uint32_t prefill, decode; /* slots, ROUTER_NO_WORKER when there is none */
+    bool prefill_open;        /* it has the request and has not said its last word */
+    bool decode_open;         /* it has a lease or a sequence of ours */
+    double charged_ms;        /* on the prefill worker's queue; 0 when taken off */
+    bool charged_prefill, charged_decode;
+    router_terms terms; /* of the last choice */
+
+    uint32_t next_index; /* of the answer */
+    uint32_t early_count;
+    early_token early[EARLY_MAX];
+    pd_finish reason;
+    uint32_t cached_tokens;
+
+    uint32_t retries;
+    uint32_t avoid_prefill, avoid_decode;
+    uint64_t too_small[ROUTER_WORKERS_MAX / 64];
+
+    uint64_t arrived_ns, placed_ns, first_ns, queue_due_ns, due_ns, total_due_ns;
+    uint64_t queued_ns;
+    uint32_t queue_prev, queue_next; /* slots; NONE at the ends */
+} request;
+
+static const uint32_t NONE = UINT32_MAX;
+
+struct router_requests {
+    router_requests_options o;
+    router_policy_state policy;
+    pd_cost cost;
+    uint64_t counter;
+    uint32_t queue_head, queue_tail, queue_count;
+    uint32_t free_head; /* through queue_next */
+    uint32_t slots_used;
+    uint64_t due_ns;  /* no deadline is earlier; may itself be too early */
+    uint64_t wake_ns; /* a blocked worker may be asked again */
+    request slots[];
+};
+
+pd_status router_requests_create(const router_requests_options *options,
+                                 router_requests **requests_out)
+{
+    uint32_t max = options->config->requests_max;
+    router_requests *requests = pd_calloc(1, sizeof *requests + max * sizeof(request));
+    if (requests == NULL)
+        return PD_E_NOMEM;
+    requests->o = *options;
+    requests->policy =
+        (router_policy_state){.policy = options->config->policy, .random = options->seed};
+    requests->cost = options->config->cost;
+    requests->queue_head = requests->queue_tail = NONE;
+    requests->free_head = NONE;
+    requests->due_ns = requests->wake_ns = UINT64_MAX;
+    *requests_out = requests;
+    return PD_OK;
+}
+
+void router_requests_destroy(router_requests *requests)
+{
+    if (requests == NULL)
+        return;
+    for (uint32_t i = 0; i < requests->slots_used; i++) {
+        pd_free(requests->slots[i].tokens);
+        pd_free(requests->slots[i].hashes);
+    }
+    pd_free(requests);
+}
+
+/* ---- the table ---- */
+
+static uint32_t slot_of(const router_requests *t, const request *r)
+{
+    return (uint32_t)(r - t->slots);
+}
+
+static request *find(router_requests *t, router_handle handle)
+{
+    uint32_t slot = (uint32_t)(handle & ((1u << SLOT_BITS) - 1));
+    if (slot >= t->slots_used)
+        return NULL;
+    request *r = &t->slots[slot];
+    return r->state != FREE && r->key.number == handle ? r : NULL;
+}
+
+/* The request a worker's message is about, if it is about the current attempt. */
+static request *find_key(router_requests *t, const pd_request_key *key)
+{
+    request *r = key->router == t->o.router ? find(t, key->number) : NULL;
+    return r != NULL && r->key.epoch == key->epoch ? r : NULL;
+}
+
+static request *take_slot(router_requests *t)
+{
+    uint32_t slot = t->free_head;
+    if (slot != NONE)
+        t->free_head = t->slots[slot].queue_next;
+    else if (t->slots_used < t->o.config->requests_max)
+        slot = t->slots_used++;
+    else
+        return NULL;
+    request *r = &t->slots[slot];
+    *r = (request){.queue_prev = NONE, .queue_next = NONE};
+    r->key.router = t->o.router;
+    r->key.number = ++t->counter << SLOT_BITS | slot;
+    r->prefill = r->decode = r->avoid_prefill = r->avoid_decode = ROUTER_NO_WORKER;
+    return r;
+}
+
+static void queue_insert(router_requests *t, request *r)
+{
+    /* By arrival: one that was placed and refused goes back to where it was. */
+    uint32_t slot = slot_of(t, r), after = t->queue_tail;
+    while (after != NONE && t->slots[after].key.number >> SLOT_BITS > r->key.number >> SLOT_BITS)
+        after = t->slots[after].queue_prev;
+    r->queue_prev = after;
+    r->queue_next = after == NONE ? t->queue_head : t->slots[after].queue_next;
+    if (r->queue_prev == NONE)
+        t->queue_head = slot;
+    else
+        t->slots[r->queue_prev].queue_next = slot;
+    if (r->queue_next == NONE)
+        t->queue_tail = slot;
+    else
+        t->slots[r->queue_next].queue_prev = slot;
+    t->queue_count++;
+}
+
+static void queue_remove(router_requests *t, request *r)
+{
+    if (r->queue_prev == NONE)
+        t->queue_head = r->queue_next;
+    else
+        t->slots[r->queue_prev].queue_next = r->queue_next;
+    if (r->queue_next == NONE)
+        t->queue_tail = r->queue_prev;
+    else
+        t->slots[r->queue_next].queue_prev = r->queue_prev;
+    r->queue_prev = r->queue_next = NONE;
+    t->queue_count--;
+}
+
+static void set_due(router_requests *t, request *r, uint64_t due_ns)
+{
+    r->due_ns = due_ns < r->total_due_ns ? due_ns : r->total_due_ns;
+    if (r->due_ns < t->due_ns)
+        t->due_ns = r->due_ns;
+}
+
+/* ---- what workers are charged with ---- */
+
+static router_worker *worker_at(router_requests *t, uint32_t slot)
+{
+    return &t->o.cluster->workers[slot];
+}
+
+static void charge_prefill(router_requests *t, request *r)
+{
+    router_worker *worker = worker_at(t, r->prefill);
+    r->charged_prefill = true;
+    r->charged_ms = r->terms.prefill_ms;
+    worker->inflight_prefill++;
+    worker->inflight_prefill_ms += r->charged_ms;
+    worker->sent_ms += r->charged_ms;
+}
+
+static void discharge_prefill(router_requests *t, request *r)
+{
+    if (!r->charged_prefill)
+        return;
+    router_worker *worker = worker_at(t, r->prefill);
+    r->charged_prefill = false;
+    worker->inflight_prefill--;
+    worker->inflight_prefill_ms -= r->charged_ms;
+    if (worker->inflight_prefill == 0)
+        worker->inflight_prefill_ms = 0; /* no rounding stays behind */
+}
+
+static void charge_decode(router_requests *t, request *r)
+{
+    router_worker *worker = worker_at(t, r->decode);
+    r->charged_decode = true;
+    worker->inflight_decode++;
+    worker->inflight_context += r->prompt_tokens;
+}
+
+static void discharge_decode(router_requests *t, request *r)
+{
+    if (!r->charged_decode)
+        return;
+    router_worker *worker = worker_at(t, r->decode);
+    r->charged_decode = false;
+    worker->inflight_decode--;
+    worker->inflight_context -= r->prompt_tokens;
+    worker->blocked_ns = 0; /* room comes back */
+}
+
+/* Nobody works on the request afterwards. */
+static void leave_workers(router_requests *t, request *r)
+{
+    discharge_prefill(t, r);
+    discharge_decode(t, r);
+    if (r->prefill_open && r->prefill != ROUTER_NO_WORKER)
+        router_cluster_cancel(t->o.cluster, r->prefill, r->key);
+    if (r->decode_open && r->decode != ROUTER_NO_WORKER)
+        router_cluster_cancel(t->o.cluster, r->decode, r->key);
+    r->prefill_open = r->decode_open = false;
+    r->prefill = r->decode = ROUTER_NO_WORKER;
+}
+
+static void block_worker(router_requests *t, uint32_t slot, uint64_t ms, uint64_t now_ns)
+{
+    if (ms < BLOCKED_MS_MIN)
+        ms = BLOCKED_MS_MIN;
+    if (ms > BLOCKED_MS_MAX)
+        ms = BLOCKED_MS_MAX;
+    worker_at(t, slot)->blocked_ns = now_ns + ms * PD_NS_PER_MS;
+    if (worker_at(t, slot)->blocked_ns < t->wake_ns)
+        t->wake_ns = worker_at(t, slot)->blocked_ns;
+}
+
+/* ---- ends ---- */
+
+static void release(router_requests *t, request *r)
+{
+    if (r->state == QUEUED)
+        queue_remove(t, r);
+    leave_workers(t, r);
+    pd_free(r->tokens);
+    pd_free(r->hashes);
+    r->tokens = NULL;
+    r->hashes = NULL;
+    r->state = FREE;
+    r->queue_next = t->free_head;
+    t->free_head = slot_of(t, r);
+    t->o.counters->active--;
+}
+
+__attribute__((format(printf, 6, 7))) static void fail(router_requests *t, request *r, int http,
+                                                       const char *code, uint32_t retry_after_s,
+                                                       const char *format, ...)
+{
+    router_error error = {.http_status = http,
+                          .type = http == 400   ? "invalid_request_error"
+                                  : http == 429 ? "rate_limit_error"
+                                                : "server_error",
+                          .code = code,
+                          .retry_after_s = retry_after_s};
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error.message, sizeof error.message, format, arguments);
+    va_end(arguments);
+    pd_log_req_warn(r->id, "msg=\"request failed: %s\" status=%d code=%s tokens=%u", error.message,
+                    http, code, r->next_index);
+    router_handle handle = r->key.number;
+    t->o.counters->failed++;
+    release(t, r);
+    t->o.sink->error(t->o.sink->ctx, handle, &error);
+}
+
+static void finish(router_requests *t, request *r, uint64_t now_ns)
+{
+    router_finish end = {.reason = r->reason,
+                         .prompt_tokens = r->prompt_tokens,
+                         .completion_tokens = r->next_index,
+                         .cached_tokens = r->cached_tokens,
+                         .queued_ns = r->queued_ns,
+                         .first_ns = r->first_ns - r->arrived_ns,
+                         .total_ns = now_ns - r->arrived_ns};
+    router_handle handle = r->key.number;
+    pd_log_req_debug(r->id, "msg=\"request done\" tokens=%u cached=%u ms=%.1f", r->next_index,
+                     r->cached_tokens, (double)end.total_ns / 1e6);
+    t->o.counters->finished++;
+    t->o.counters->prompt_tokens += r->prompt_tokens;
+    t->o.counters->cached_tokens += r->cached_tokens;
+    release(t, r);
+    t->o.sink->finish(t->o.sink->ctx, handle, &end);
+}
+
+/* Back to the queue for another attempt. */
+static void requeue(router_requests *t, request *r, uint64_t now_ns)
+{
+    leave_workers(t, r);
+    r->key.epoch++;
+    r->early_count = 0;
+    r->state = QUEUED;
+    r->placed_ns = now_ns;
+    queue_insert(t, r);
+    set_due(t, r, r->queue_due_ns);
+}
+
+static bool another_ready(const router_requests *t, pd_role role, uint32_t slot)
+{
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (i != slot && router_worker_ready(worker) && worker->hello.role == role)
+            return true;
+    }
+    return false;
+}
+
+/* A worker failed the request: once more elsewhere, unless the client has seen a token. */
+static void retry_or_fail(router_requests *t, request *r, pd_role role, uint32_t slot,
+                          const char *code, const char *why, uint64_t now_ns)
+{
+    if (r->next_index == 0 && r->retries < RETRIES_MAX && another_ready(t, role, slot)) {
+        pd_log_req_warn(r->id, "msg=\"tried again elsewhere: %s\"", why);
+        r->retries++;
+        t->o.counters->retried++;
+        if (role == PD_ROLE_PREFILL)
+            r->avoid_prefill = slot;
+        else
+            r->avoid_decode = slot;
+        if (r->queue_due_ns < now_ns + t->o.config->lease_ns)
+            r->queue_due_ns = now_ns + t->o.config->lease_ns;
+        requeue(t, r, now_ns);
+        return;
+    }
+    fail(t, r, 503, code, 1, "%s", why);
+}
+
+/* ---- forward ---- */
+
+static void send_prefill(router_requests *t, request *r, const pd_msg_lease_reply *lease,
+                         uint64_t now_ns)
+{
+    router_worker *prefill = worker_at(t, r->prefill);
+    pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
+    pd_msg_prefill_request *m = &message.prefill_request;
+    m->key = r->key;
+    memcpy(m->id, r->id, sizeof m->id);
+    m->tokens = r->tokens;
+    m->tokens_count = r->prompt_tokens;
+    m->hashes = r->hashes;
+    m->hashes_count = r->hashes_count;
+    m->sampling = r->sampling;
+    m->end_tokens = r->end_tokens;
+    m->end_tokens_count = r->end_tokens_count;
+    m->max_tokens = r->max_tokens;
+    m->deadline_ms = (uint32_t)(t->o.config->prefill_ns / PD_NS_PER_MS);
+    if (lease != NULL) {
+        const router_worker *decode = worker_at(t, r->decode);
+        m->ship = true;
+        memcpy(m->decode, decode->hello.name, sizeof m->decode);
+        m->decode_incarnation = decode->hello.incarnation;
+        m->held_blocks = lease->held_blocks;
+        m->blocks = lease->blocks;
+        m->blocks_count = lease->blocks_count;
+    }
+    if (!t->o.sink->send(t->o.sink->ctx, prefill->identity, &message)) {
+        char why[ROUTER_MESSAGE_BYTES];
+        uint32_t slot = r->prefill;
+        snprintf(why, sizeof why, "prefill worker %s does not take messages", prefill->hello.name);
+        block_worker(t, slot, BLOCKED_MS_MAX, now_ns);
+        retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_unavailable", why, now_ns);
+        return;
+    }
+    r->prefill_open = true;
+    r->state = PREFILLING;
+    set_due(t, r, now_ns + t->o.config->prefill_ns);
+    if (!r->charged_prefill)
+        charge_prefill(t, r);
+}
+
+static bool send_lease(router_requests *t, request *r)
+{
+    const router_worker *prefill = worker_at(t, r->prefill);
+    pd_message message = {.kind = PD_MSG_LEASE_REQUEST};
+    pd_msg_lease_request *m = &message.lease_request;
+    m->key = r->key;
+    memcpy(m->id, r->id, sizeof m->id);
+    memcpy(m->prefill, prefill->hello.name, sizeof m->prefill);
+    m->prefill_incarnation = prefill->hello.incarnation;
+    m->prompt_tokens = r->prompt_tokens;
+    m->max_tokens = r->max_tokens;
+    m->hashes = r->hashes;
+    m->hashes_count = r->hashes_count;
+    m->ttl_ms = (uint32_t)(t->o.config->lost_after_ns / PD_NS_PER_MS);
+    return t->o.sink->send(t->o.sink->ctx, worker_at(t, r->decode)->identity, &message);
+}
+
+static void log_choice(const router_requests *t, const request *r, uint32_t candidates)
+{
+    if (!pd_log_enabled(PD_LOG_DEBUG))
+        return;
+    const router_terms *terms = &r->terms;
+    const router_worker *workers = t->o.cluster->workers;
+    pd_log_req_debug(
+        r->id,
+        "msg=\"placed\" prefill=%s decode=%s candidates=%u total_ms=%.2f prefill_queue_ms=%.2f "
+        "prefill_ms=%.2f ship_ms=%.2f decode_queue_ms=%.2f step_ms=%.2f cached_blocks=%u "
+        "held_blocks=%u epoch=%u",
+        workers[r->prefill].hello.name,
+        r->decode == ROUTER_NO_WORKER ? "-" : workers[r->decode].hello.name, candidates,
+        terms->total_ms, terms->prefill_queue_ms, terms->prefill_ms, terms->ship_ms,
+        terms->decode_queue_ms, terms->step_ms, terms->prefill_cached_blocks,
+        terms->decode_held_blocks, r->key.epoch);
+}
+
+/* r is in the queue; true: it is there no more. */
+static bool try_place(router_requests *t, request *r, uint64_t now_ns)
+{
+    router_choice choice;
+    router_policy_input input = {.cluster = t->o.cluster,
+                                 .index = t->o.index,
+                                 .cost = &t->cost,
+                                 .hashes = r->hashes,
+                                 .hashes_count = r->hashes_count,
+                                 .prompt_tokens = r->prompt_tokens,
+                                 .max_tokens = r->max_tokens,
+                                 .need_decode = r->max_tokens > 1,
+                                 .avoid_prefill = r->avoid_prefill,
+                                 .avoid_decode = r->avoid_decode,
+                                 .too_small = r->too_small,
+                                 .now_ns = now_ns};
+    if (!router_policy_choose(&t->policy, &input, &choice))
+        return false;
+    r->prefill = choice.prefill;
+    r->decode = choice.decode;
+    r->terms = choice.terms;
+    log_choice(t, r, choice.candidates);
+    if (r->decode == ROUTER_NO_WORKER) {
+        queue_remove(t, r);
+        r->queued_ns += now_ns - r->placed_ns;
+        r->state = PREFILLING;
+        send_prefill(t, r, NULL, now_ns);
+        return true;
+    }
+    if (!send_lease(t, r)) {
+        block_worker(t, r->decode, BLOCKED_MS_MAX, now_ns);
+        r->prefill = r->decode = ROUTER_NO_WORKER;
+        return false;
+    }
+    queue_remove(t, r);
+    r->queued_ns += now_ns - r->placed_ns;
+    r->decode_open = true;
+    r->state = LEASING;
+    charge_prefill(t, r); /* at once: the next request of a burst must see it */
+    charge_decode(t, r);
+    set_due(t, r, now_ns + t->o.config->lease_ns);
+    return true;
+}
+
+void router_requests_pump(router_requests *t, uint64_t now_ns)
+{
+    uint32_t slot = t->queue_head;
+    for (uint32_t tries = 0; slot != NONE && tries < PUMP_TRIES; tries++) {
+        uint32_t next = t->slots[slot].queue_next;
+        try_place(t, &t->slots[slot], now_ns);
+        if (next != NONE && t->slots[next].state != QUEUED)
+            break; /* a failure in between changed the queue; the next event goes on */
+        slot = next;
+    }
+}
+
+static void refuse(router_error *error, int http, const char *code, uint32_t retry_after_s,
+                   const char *text)
+{
+    *error = (router_error){.http_status = http,
+                            .type = http == 400   ? "invalid_request_error"
+                                    : http == 429 ? "rate_limit_error"
+                                                  : "server_error",
+                            .code = code,
+                            .retry_after_s = retry_after_s};
+    snprintf(error->message, sizeof error->message, "%s", text);
+}
+
+static pd_status copy_in(request *r, const router_request_in *in)
+{
+    r->tokens = pd_malloc(((size_t)in->tokens_count + 1) * sizeof *r->tokens);
+    r->hashes = pd_malloc(((size_t)in->hashes_count + 1) * sizeof *r->hashes);
+    if (r->tokens == NULL || r->hashes == NULL) {
+        pd_free(r->tokens);
+        pd_free(r->hashes);
+        r->tokens = NULL;
+        r->hashes = NULL;
+        return PD_E_NOMEM;
+    }
+    memcpy(r->tokens, in->tokens, in->tokens_count * sizeof *r->tokens);
+    if (in->hashes_count > 0)
+        memcpy(r->hashes, in->hashes, in->hashes_count * sizeof *r->hashes);
+    memcpy(r->id, in->id, sizeof r->id);
+    r->id[sizeof r->id - 1] = '\0';
+    r->prompt_tokens = in->tokens_count;
+    r->hashes_count = in->hashes_count;
+    r->sampling = in->sampling;
+    r->max_tokens = in->max_tokens;
+    r->end_tokens_count = in->end_tokens_count;
+    if (in->end_tokens_count > 0)
+        memcpy(r->end_tokens, in->end_tokens, in->end_tokens_count * sizeof *r->end_tokens);
+    return PD_OK;
+}
+
+pd_status router_requests_add(router_requests *t, const router_request_in *in, uint64_t now_ns,
+                              router_handle *handle_out, router_error *error_out)
+{
+    const router_core_config *config = t->o.config;
+    pd_assert(in->tokens_count > 0 && in->max_tokens > 0);
+    pd_assert(in->end_tokens_count <= ROUTER_END_TOKENS_MAX);
+    pd_assert(in->hashes_count <= in->tokens_count / config->block_tokens);
+    if ((uint64_t)in->tokens_count + in->max_tokens > config->context_max) {
+        refuse(error_out, 400, "context_length_exceeded", 0, "");
+        snprintf(error_out->message, sizeof error_out->message,
+                 "prompt (%u tokens) and answer (%u) together exceed the context of %u tokens",
+                 in->tokens_count, in->max_tokens, config->context_max);
+        return PD_E_TOO_LARGE;
+    }
+    if (t->queue_count >= config->queue_max) {
+        t->o.counters->refused_overload++;
+        refuse(error_out, 429, "queue_full", 1, "the router's queue is full, try again later");
+        return PD_E_OVERLOAD;
+    }
+    request *r = take_slot(t);
+    if (r == NULL) {
+        t->o.counters->refused_overload++;
+        refuse(error_out, 429, "too_many_requests", 1,
+               "as many requests as the router takes are in flight, try again later");
+        return PD_E_OVERLOAD;
+    }
+    if (copy_in(r, in) != PD_OK) {
+        r->queue_next = t->free_head;
+        t->free_head = slot_of(t, r);
+        refuse(error_out, 503, "out_of_memory", 1, "the router is out of memory");
+        return PD_E_NOMEM;
+    }
+    r->arrived_ns = r->placed_ns = now_ns;
+    r->queue_due_ns = now_ns + config->queue_ns;
+    r->total_due_ns = now_ns + config->total_ns;
+    r->state = QUEUED;
+    queue_insert(t, r);
+    set_due(t, r, r->queue_due_ns);
+    t->o.counters->accepted++;
+    t->o.counters->active++;
+    *handle_out = r->key.number;
+    router_requests_pump(t, now_ns);
+    return PD_OK;
+}
+
+void router_requests_cancel(router_requests *t, router_handle handle, uint64_t now_ns)
+{
+    request *r = find(t, handle);
+    if (r == NULL)
+        return;
+    (void)now_ns;
+    pd_log_req_debug(r->id, "msg=\"cancelled\" tokens=%u", r->next_index);
+    t->o.counters->cancelled++;
+    release(t, r);
+    t->wake_ns = 0; /* room may have come back: the next tick tries the queue */
+}
+
+/* ---- messages ---- */
+
+static bool lease_is_sound(const router_requests *t, const request *r,
+                           const pd_msg_lease_reply *reply)
+{
+    uint32_t block_tokens = t->o.config->block_tokens;
+    uint32_t blocks = (r->prompt_tokens + block_tokens - 1) / block_tokens;
+    return reply->held_blocks <= r->hashes_count &&
+           (uint64_t)reply->held_blocks + reply->blocks_count == blocks;
+}
+
+static bool fits_nowhere(const router_requests *t, const request *r)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (!worker->used || worker->hello.role != PD_ROLE_DECODE)
+            continue;
+        any = true;
+        if ((r->too_small[i / 64] >> (i % 64) & 1) == 0)
+            return false;
+    }
+    return any;
+}
+
+static void lease_refused(router_requests *t, request *r, uint32_t slot,
+                          const pd_msg_lease_reply *reply, uint64_t now_ns)
+{
+    t->o.counters->leases_refused++;
+    r->decode_open = false; /* it holds nothing of ours */
+    if (reply->status == PD_E_TOO_LARGE) {
+        r->too_small[slot / 64] |= 1ull << (slot % 64);
+        if (fits_nowhere(t, r)) {
+            fail(t, r, 400, "context_length_exceeded", 0,
+                 "prompt (%u tokens) and answer (%u) need more KV blocks than a worker has: %s",
+                 r->prompt_tokens, r->max_tokens, reply->reason);
+            return;
+        }
+        requeue(t, r, now_ns);
+    } else if (reply->status == PD_E_OVERLOAD) {
+        requeue(t, r, now_ns);
+        block_worker(t, slot, reply->retry_after_ms, now_ns);
+    } else {
+        char why[ROUTER_MESSAGE_BYTES];
+        snprintf(why, sizeof why, "decode worker %s refused the lease: %s",
+                 worker_at(t, slot)->hello.name, reply->reason);
+        retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
+    }
+}
+
+void router_requests_on_lease_reply(router_requests *t, uint32_t slot,
+                                    const pd_msg_lease_reply *reply, uint64_t now_ns)
+{
+    request *r = find_key(t, &reply->key);
+    if (r == NULL || r->state != LEASING || r->decode != slot)
+        return; /* too late: it was cancelled there already */
+    if (reply->status != PD_OK) {
+        lease_refused(t, r, slot, reply, now_ns);
+    } else if (!lease_is_sound(t, r, reply)) {
+        char why[ROUTER_MESSAGE_BYTES];
+        snprintf(why, sizeof why, "decode worker %s leased %u + %u blocks for %u tokens",
+                 worker_at(t, slot)->hello.name, reply->held_blocks, reply->blocks_count,
+                 r->prompt_tokens);
+        retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
+    } else {
+        send_prefill(t, r, reply, now_ns);
+    }
+    router_requests_pump(t, now_ns);
+}
+
+static bool start_decode(router_requests *t, request *r, uint64_t now_ns)
+{
+    pd_message message = {.kind = PD_MSG_DECODE_START};
+    pd_msg_decode_start *m = &message.decode_start;
+    m->key = r->key;
+    memcpy(m->id, r->id, sizeof m->id);
+    m->tokens = r->tokens;
+    m->tokens_count = r->prompt_tokens + 1;
+    m->prompt_tokens = r->prompt_tokens;
+    m->sampling = r->sampling;
+    m->end_tokens = r->end_tokens;
+    m->end_tokens_count = r->end_tokens_count;
+    m->max_tokens = r->max_tokens;
+    m->landing_ms = (uint32_t)(t->o.config->transfer_ns / PD_NS_PER_MS);
+    if (!t->o.sink->send(t->o.sink->ctx, worker_at(t, r->decode)->identity, &message))
+        return false;
+    r->state = DECODING;
+    set_due(t, r, now_ns + t->o.config->transfer_ns);
+    return true;
+}
+
+/* The last token is there. What nobody needs any more is cancelled: after an end at the first
+ * token that is the lease and what is still being shipped. */
+static void close_request(router_requests *t, request *r, pd_finish reason, uint64_t now_ns)
+{
+    r->reason = reason;
+    discharge_prefill(t, r);
+    discharge_decode(t, r);
+    if (r->next_index == 1 && r->decode_open) {
+        router_cluster_cancel(t->o.cluster, r->decode, r->key);
+        if (r->prefill_open)
+            router_cluster_cancel(t->o.cluster, r->prefill, r->key);
+    }
+    r->decode_open = false;
+    r->state = CLOSING;
+    if (!r->prefill_open) {
+        finish(t, r, now_ns);
+        return;
+    }
+    set_due(t, r, now_ns + CLOSING_MS * PD_NS_PER_MS);
+}
+
+/* False: the request is gone or closing. */
+static bool deliver(router_requests *t, request *r, uint32_t token, pd_finish end, uint64_t now_ns)
+{
+    router_handle handle = r->key.number;
+    uint32_t index = r->next_index++;
+    if (end == PD_FINISH_NONE && r->next_index == r->max_tokens)
+        end = PD_FINISH_LENGTH;
+    t->o.counters->tokens++;
+    if (index == 0) {
+        r->tokens[r->prompt_tokens] = token;
+        r->first_ns = now_ns;
+        discharge_prefill(t, r);
+        pd_log_req_debug(r->id, "msg=\"first token\" ms=%.2f predicted_ms=%.2f",
+                         (double)(now_ns - r->arrived_ns) / 1e6,
+                         r->terms.prefill_queue_ms + r->terms.prefill_ms);
+        if (end == PD_FINISH_NONE && !start_decode(t, r, now_ns)) {
+            fail(t, r, 503, "worker_unavailable", 1, "decode worker %s does not take messages",
+                 worker_at(t, r->decode)->hello.name);
+            return false;
+        }
+    } else {
+        set_due(t, r, now_ns + t->o.config->decode_idle_ns);
+    }
+    t->o.sink->token(t->o.sink->ctx, handle, index, token, end);
+    r = find(t, handle); /* the sink may have cancelled it */
+    if (r == NULL)
+        return false;
+    if (end == PD_FINISH_NONE)
+        return true;
+    close_request(t, r, end, now_ns);
+    return false;
+}
+
+static void take_early(router_requests *t, request *r, uint64_t now_ns)
+{
+    router_handle handle = r->key.number;
+    for (uint32_t i = 0; i < r->early_count;) {
+        if (r->early[i].index != r->next_index) {
+            i++;
+            continue;
+        }
+        early_token next = r->early[i];
+        r->early[i] = r->early[--r->early_count];
+        if (!deliver(t, r, next.token, next.finish, now_ns))
+            return;
+        pd_assert(find(t, handle) == r);
+        i = 0;
+    }
+}
+
+static bool keep_early(request *r, const pd_step_token *token)
+{
+    for (uint32_t i = 0; i < r->early_count; i++) {
+        if (r->early[i].index == token->index)
+            return true; /* a duplicate */
+    }
+    if (r->early_count == EARLY_MAX)
+        return false;
+    r->early[r->early_count++] = (early_token){token->index, token->token, token->finish};
+    return true;
+}
+
+static void on_token(router_requests *t, uint32_t slot, const pd_step_token *token, uint64_t now_ns)
+{
+    request *r = find_key(t, &token->key);
+    uint32_t sender = r == NULL ? ROUTER_NO_WORKER : token->index == 0 ? r->prefill : r->decode;
+    bool open = r != NULL && (token->index == 0 ? r->state == PREFILLING : r->state == DECODING);
+    if (r == NULL || !open || sender != slot || token->index < r->next_index) {
+        t->o.counters->tokens_dropped++;
+        return;
+    }
+    if (token->index >= r->max_tokens ||
+        (t->o.config->vocab != 0 && token->token >= t->o.config->vocab)) {
+        fail(t, r, 503, "worker_failed", 1, "worker %s sent token %u at index %u, which cannot be",
+             worker_at(t, slot)->hello.name, token->token, token->index);
+        return;
+    }
+    if (token->index > r->next_index) {
+        if (!keep_early(r, token))
+            fail(t, r, 503, "worker_failed", 1, "worker %s left out token %u",
+                 worker_at(t, slot)->hello.name, r->next_index);
+        return;
+    }
+    if (deliver(t, r, token->token, token->finish, now_ns))
+        take_early(t, r, now_ns);
+}
+
+void router_requests_on_tokens(router_requests *t, uint32_t slot, const pd_msg_step_tokens *tokens,
+                               uint64_t now_ns)
+{
+    router_worker *worker = worker_at(t, slot);
+    uint32_t active = t->o.counters->active;
+    if (worker->hello.role == PD_ROLE_DECODE) {
+        uint32_t batch = worker->report.running > tokens->tokens_count ? worker->report.running
+                                                                       : tokens->tokens_count;
+        uint64_t context = (uint64_t)worker->report.ledger.running * t->o.config->block_tokens;
+        pd_cost_observe_decode(&t->cost, batch, context, tokens->step_ms);
+    } else if (worker->report_ns != 0 && tokens->queue_ms >= 0) {
+        worker->report.queue_ms = tokens->queue_ms;
+        worker->report_ns = now_ns == 0 ? 1 : now_ns;
+        worker->sent_ms = 0;
+    }
+    for (uint32_t i = 0; i < tokens->tokens_count; i++)
+        on_token(t, slot, &tokens->tokens[i], now_ns);
+    if (t->o.counters->active < active && t->queue_count > 0)
+        router_requests_pump(t, now_ns);
+}
+
+void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
+                                     const pd_msg_prefill_done *done, uint64_t now_ns)
+{
+    request *r = find_key(t, &done->key);
+    if (r == NULL || r->prefill != slot || !r->prefill_open)
+        return;
+    r->prefill_open = false;
+    t->o.counters->shipped_bytes += done->ship_bytes;
+    if (done->cached_tokens < r->prompt_tokens)
+        r->cached_tokens = done->cached_tokens;
+    if (done->status == PD_OK) {
+        if (done->computed_tokens > 0)
+            pd_cost_observe_prefill(&t->cost, done->computed_tokens, done->cached_tokens,
+                                    done->compute_ms);
+        if (done->ship_bytes > 0)
+            pd_cost_observe_ship(&t->cost, done->ship_bytes, done->ship_ms);
+    }
+    if (r->state == CLOSING) {
+        finish(t, r, now_ns);
+        router_requests_pump(t, now_ns);
+        return;
+    }
+    if (done->status == PD_OK)
+        return; /* the first token comes on its own socket, earlier or later */
+    char why[ROUTER_MESSAGE_BYTES];
+    snprintf(why, sizeof why, "prefill worker %s failed: %s%s%s", worker_at(t, slot)->hello.name,
+             pd_status_name(done->status), done->reason[0] == '\0' ? "" : ": ", done->reason);
+    if (done->status == PD_E_OVERLOAD && r->next_index == 0) {
+        requeue(t, r, now_ns);
+        block_worker(t, slot, 0, now_ns);
+    } else {
+        retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_failed", why, now_ns);
+    }
+    router_requests_pump(t, now_ns);
+}
+
+void router_requests_on_decode_failed(router_requests *t, uint32_t slot,
+                                      const pd_msg_decode_failed *failed, uint64_t now_ns)
+{
+    request *r = find_key(t, &failed->key);
+    if (r == NULL || r->decode != slot || !r->decode_open || r->state == CLOSING)
+        return;
+    char why[ROUTER_MESSAGE_BYTES];
+    snprintf(why, sizeof why, "decode worker %s failed: %s%s%s", worker_at(t, slot)->hello.name,
+             pd_status_name(failed->status), failed->reason[0] == '\0' ? "" : ": ", failed->reason);
+    r->decode_open = false;
+    retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
+    router_requests_pump(t, now_ns);
+}
+
+static void prefill_gone(router_requests *t, request *r, uint32_t slot, const char *why,
+                         uint64_t now_ns)
+{
+    discharge_prefill(t, r);
+    r->prefill_open = false;
+    r->prefill = ROUTER_NO_WORKER;
+    if (r->state == LEASING) {
+        requeue(t, r, now_ns); /* nothing was lost yet */
+    } else if (r->state == PREFILLING) {
+        retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_lost", why, now_ns);
+    } else if (r->state == CLOSING) {
+        finish(t, r, now_ns);
+    }
+    /* DECODING: the decode worker is told too and knows what has landed. If that is not all it
+     * says so; it goes on otherwise. */
+}
+
+static void decode_gone(router_requests *t, request *r, uint32_t slot, const char *why,
+                        uint64_t now_ns)
+{
+    discharge_decode(t, r);
+    r->decode_open = false;
+    r->decode = ROUTER_NO_WORKER;
+    if (r->state == LEASING || r->state == PREFILLING || r->state == DECODING)
+        retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_lost", why, now_ns);
+}
+
+void router_requests_on_worker_gone(router_requests *t, uint32_t slot, const char *reason,
+                                    uint64_t now_ns)
+{
+    char why[ROUTER_MESSAGE_BYTES];
+    const router_worker *worker = worker_at(t, slot);
+    snprintf(why, sizeof why, "%s worker %s is gone: %s",
+             worker->hello.role == PD_ROLE_PREFILL ? "prefill" : "decode", worker->hello.name,
+             reason);
+    for (uint32_t i = 0; i < t->slots_used; i++) {
+        request *r = &t->slots[i];
+        if (r->state == FREE)
+            continue;
+        r->too_small[slot / 64] &= ~(1ull << (slot % 64));
+        if (r->prefill == slot)
+            prefill_gone(t, r, slot, why, now_ns);
+        else if (r->decode == slot)
+            decode_gone(t, r, slot, why, now_ns);
+        /* The slot may soon be another worker's. */
+        if (r->avoid_prefill == slot)
+            r->avoid_prefill = ROUTER_NO_WORKER;
+        if (r->avoid_decode == slot)
+            r->avoid_decode = ROUTER_NO_WORKER;
+    }
+}
+
+/* ---- deadlines ---- */
+
+static void queue_expired(router_requests *t, request *r)
+{
+    uint32_t ready[2] = {0, 0};
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (router_worker_ready(worker))
+            ready[worker->hello.role == PD_ROLE_DECODE]++;
+    }
+    double waited_s = (double)t->o.config->queue_ns / 1e9;
+    if (ready[0] == 0 || (ready[1] == 0 && r->max_tokens > 1))
+        fail(t, r, 503, "no_worker", 5, "no %s worker became ready within %.1f s",
+             ready[0] == 0 ? "prefill" : "decode", waited_s);
+    else
+        fail(t, r, 503, "overloaded", 2, "no worker had room within %.1f s", waited_s);
+}
+
+static void expired(router_requests *t, request *r, uint64_t now_ns)
+{
+    const router_core_config *config = t->o.config;
+    char why[ROUTER_MESSAGE_BYTES];
+
+    if (r->state == CLOSING) {
+        finish(t, r, now_ns);
+    } else if (now_ns >= r->total_due_ns) {
+        fail(t, r, 504, "deadline_exceeded", 0, "the request took longer than %.1f s",
+             (double)config->total_ns / 1e9);
+    } else if (r->state == QUEUED) {
+        queue_expired(t, r);
+    } else if (r->state == LEASING) {
+        uint32_t slot = r->decode;
+        snprintf(why, sizeof why, "decode worker %s did not answer a lease within %.1f s",
+                 worker_at(t, slot)->hello.name, (double)config->lease_ns / 1e9);
+        retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_timeout", why, now_ns);
+    } else if (r->state == PREFILLING) {
+        uint32_t slot = r->prefill;
+        snprintf(why, sizeof why, "prefill worker %s had no first token within %.1f s",
+                 worker_at(t, slot)->hello.name, (double)config->prefill_ns / 1e9);
+        retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_timeout", why, now_ns);
+    } else {
+        bool landing = r->next_index <= 1;
+        fail(t, r, 503, "worker_timeout", 1, "decode worker %s sent no %s token within %.1f s",
+             worker_at(t, r->decode)->hello.name, landing ? "second" : "further",
+             (double)(landing ? config->transfer_ns : config->decode_idle_ns) / 1e9);
+    }
+}
+
+void router_requests_on_tick(router_requests *t, uint64_t now_ns)
+{
+    bool pump = false;
+    if (now_ns >= t->wake_ns) {
+        t->wake_ns = UINT64_MAX;
+        for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+            const router_worker *worker = &t->o.cluster->workers[i];
+            if (worker->used && worker->blocked_ns > now_ns && worker->blocked_ns < t->wake_ns)
+                t->wake_ns = worker->blocked_ns;
+        }
+        pump = true;
+    }
+    if (now_ns >= t->due_ns) {
+        t->due_ns = UINT64_MAX;
+        for (uint32_t i = 0; i < t->slots_used; i++) {
+            request *r = &t->slots[i];
+            if (r->state != FREE && now_ns >= r->due_ns)
+                expired(t, r, now_ns);
+            if (r->state != FREE && r->due_ns < t->due_ns)
+                t->due_ns = r->due_ns;
+        }
+        pump = true;
+    }
+    if (pump)
+        router_requests_pump(t, now_ns);
+}
+
+uint64_t router_requests_next_due(const router_requests *t)
+{
+    uint64_t wake_ns = t->queue_count > 0 ? t->wake_ns : UINT64_MAX;
+    return t->due_ns < wake_ns ? t->due_ns : wake_ns;
+}
+
+uint32_t router_requests_cached_tokens(const router_requests *t, router_handle handle)
+{
+    uint32_t slot = (uint32_t)(handle & ((1u << SLOT_BITS) - 1));
+    if (slot >= t->slots_used || t->slots[slot].key.number != handle)
+        return 0;
+    return t->slots[slot].state == FREE ? 0 : t->slots[slot].cached_tokens;
+}
+
+uint32_t router_requests_queued(const router_requests *t)
+{
+    return t->queue_count;
+}
