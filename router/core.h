@@ -16,7 +16,10 @@
 #include "common/wire/messages.h"
 
 typedef struct router_core router_core;
-typedef uint64_t router_handle; /* a request: the number in its key; never 0 */
+/* A request: the number in its key; never 0. The low ROUTER_HANDLE_SLOT_BITS bits are unique among
+ * the requests in flight and below requests_max, for tables beside the core's own. */
+typedef uint64_t router_handle;
+#define ROUTER_HANDLE_SLOT_BITS 16
 
 #define ROUTER_WORKERS_MAX   512 /* registered at once */
 #define ROUTER_MESSAGE_BYTES 320

@@ -189,7 +189,7 @@ static void apply_snapshot(router_index *index, set *s, const pd_msg_kv_events *
     if (events->snapshot_last) {
         s->snapshot = false;
         s->synced = true;
-        s->next = events->first_sequence;
+        s->next = events->first_sequence + 1;
         s->behind_at = UINT64_MAX;
         index->counters.snapshots++;
     }

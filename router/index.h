@@ -29,7 +29,8 @@ void router_index_open(router_index *index, uint32_t slot, uint64_t incarnation,
                        uint32_t blocks_max);
 void router_index_close(router_index *index, uint32_t slot);
 
-/* Takes events in. Of another incarnation: ignored. Memory that runs out makes the set stale. */
+/* Takes events in. A snapshot's first_sequence is the number of the last event that it includes.
+ * Of another incarnation: ignored. Memory that runs out makes the set stale. */
 void router_index_apply(router_index *index, uint32_t slot, const pd_msg_kv_events *events);
 
 /* The worker says that the last event it sent has this number. Two calls in a row without the

@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum {
-    SLOT_BITS = 16,      /* of a handle: its slot; the rest counts requests */
+    SLOT_BITS = ROUTER_HANDLE_SLOT_BITS,
     PUMP_TRIES = 32,     /* queued requests tried in one turn */
     EARLY_MAX = 32,      /* tokens that may wait for one before them */
     RETRIES_MAX = 1,     /* failures survived before the first token */
@@ -143,6 +143,7 @@ static request *take_slot(router_requests *t)
     request *r = &t->slots[slot];
     *r = (request){.queue_prev = NONE, .queue_next = NONE};
     r->key.router = t->o.router;
+    r->key.epoch = 1;
     r->key.number = ++t->counter << SLOT_BITS | slot;
     r->prefill = r->decode = r->avoid_prefill = r->avoid_decode = ROUTER_NO_WORKER;
     return r;
