@@ -119,7 +119,15 @@ static void write_usage(const stream_usage *usage, pd_buf *out)
                   usage->prompt_tokens + usage->completion_tokens, usage->cached_tokens);
 }
 
-static void write_choice_tail(const stream_part *part, pd_buf *out)
+/* vLLM's places: a chat's prompt ids stand beside the choices, a completion's in each choice. */
+static void write_prompt_ids(const stream_head *head, const stream_part *part, bool in_choice,
+                             pd_buf *out)
+{
+    if (part->prompt_token_ids != NULL && (head->endpoint != API_CHAT) == in_choice)
+        write_ids("prompt_token_ids", part->prompt_token_ids, part->prompt_token_ids_count, out);
+}
+
+static void write_choice_tail(const stream_head *head, const stream_part *part, pd_buf *out)
 {
     pd_buf_puts(out, ",\"logprobs\":null,\"finish_reason\":");
     if (part->finish == NULL)
@@ -128,8 +136,7 @@ static void write_choice_tail(const stream_part *part, pd_buf *out)
         pd_buf_printf(out, "\"%s\"", part->finish);
     if (part->token_ids != NULL)
         write_ids("token_ids", part->token_ids, part->token_ids_count, out);
-    if (part->prompt_token_ids != NULL)
-        write_ids("prompt_token_ids", part->prompt_token_ids, part->prompt_token_ids_count, out);
+    write_prompt_ids(head, part, true, out);
     pd_buf_puts(out, "}");
 }
 
@@ -156,8 +163,10 @@ void stream_write_chunk(const stream_head *head, const stream_part *part, pd_buf
         pd_buf_puts(out, ",\"text\":");
         pd_json_write_string(out, part->text.bytes, part->text.len);
     }
-    write_choice_tail(part, out);
-    pd_buf_puts(out, head->include_usage ? "],\"usage\":null}\n\n" : "]}\n\n");
+    write_choice_tail(head, part, out);
+    pd_buf_puts(out, "]");
+    write_prompt_ids(head, part, false, out);
+    pd_buf_puts(out, head->include_usage ? ",\"usage\":null}\n\n" : "}\n\n");
 }
 
 void stream_write_usage(const stream_head *head, const stream_usage *usage, pd_buf *out)
@@ -202,9 +211,11 @@ void stream_write_answer(const stream_head *head, const stream_part *parts, uint
             pd_buf_puts(out, ",\"text\":");
             pd_json_write_string(out, part->text.bytes, part->text.len);
         }
-        write_choice_tail(part, out);
+        write_choice_tail(head, part, out);
     }
     pd_buf_puts(out, "]");
+    if (parts_count > 0)
+        write_prompt_ids(head, &parts[0], false, out);
     write_usage(usage, out);
     pd_buf_puts(out, "}");
 }

@@ -1,0 +1,232 @@
+#include "router/pages.h"
+#include "common/base/clock.h"
+#include "common/base/json.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+static void write_text(pd_buf *out, const char *text)
+{
+    pd_json_write_string(out, text, strlen(text));
+}
+
+bool pages_ready(const router_core *core, bool stopping, pd_buf *out)
+{
+    router_ready ready = router_core_ready(core);
+    const char *missing = stopping             ? "the router is shutting down"
+                          : ready.prefill == 0 ? "no prefill worker is warm"
+                          : ready.decode == 0  ? "no decode worker is warm"
+                          : ready.links == 0   ? "no prefill worker is linked to a decode worker"
+                                               : NULL;
+    pd_buf_printf(out, "{\"ready\":%s,\"prefill\":%u,\"decode\":%u,\"links\":%u,\"missing\":",
+                  missing == NULL ? "true" : "false", ready.prefill, ready.decode, ready.links);
+    if (missing == NULL)
+        pd_buf_puts(out, "null}");
+    else {
+        write_text(out, missing);
+        pd_buf_puts(out, "}");
+    }
+    return missing == NULL;
+}
+
+/* ---- workers ---- */
+
+typedef struct workers_page {
+    pd_buf *out;
+    uint32_t count;
+} workers_page;
+
+static void write_worker(void *ctx, const router_worker_view *view)
+{
+    workers_page *page = ctx;
+    pd_buf *out = page->out;
+    pd_buf_puts(out, page->count++ > 0 ? ",{\"name\":" : "{\"name\":");
+    write_text(out, view->name);
+    pd_buf_printf(out, ",\"role\":\"%s\",\"state\":\"%s\",\"incarnation\":\"%016" PRIx64 "\"",
+                  view->role == PD_ROLE_PREFILL ? "prefill" : "decode", view->state,
+                  view->incarnation);
+    pd_buf_puts(out, ",\"backend\":");
+    write_text(out, view->backend);
+    pd_buf_puts(out, ",\"transfer\":");
+    write_text(out, view->transfer);
+    pd_buf_puts(out, ",\"lanes\":");
+    write_text(out, view->lanes);
+    pd_buf_printf(out,
+                  ",\"ledger\":{\"total\":%u,\"free\":%u,\"cached\":%u,\"leased\":%u,"
+                  "\"running\":%u,\"quarantined\":%u}",
+                  view->ledger.total, view->ledger.free, view->ledger.cached, view->ledger.leased,
+                  view->ledger.running, view->ledger.quarantined);
+    pd_buf_printf(out,
+                  ",\"queue_ms\":%.3f,\"running\":%u,\"waiting\":%u,\"inflight\":%u,"
+                  "\"index_blocks\":%u,\"index_synced\":%s,\"pid\":%" PRId64
+                  ",\"heartbeat_age_ms\":%" PRIu64 "}",
+                  isfinite(view->queue_ms) ? (double)view->queue_ms : 0, view->running,
+                  view->waiting, view->inflight, view->index_blocks,
+                  view->index_synced ? "true" : "false", view->pid,
+                  (uint64_t)(view->heartbeat_age_ns / PD_NS_PER_MS));
+}
+
+void pages_workers(const router_core *core, uint64_t now_ns, pd_buf *out)
+{
+    workers_page page = {.out = out};
+    pd_buf_puts(out, "{\"workers\":[");
+    router_core_each_worker(core, now_ns, write_worker, &page);
+    pd_buf_puts(out, "]}");
+}
+
+/* ---- metrics ---- */
+
+typedef struct worker_sums {
+    pd_buf *out;
+    uint64_t running, waiting, used, total;
+} worker_sums;
+
+static void sum_worker(void *ctx, const router_worker_view *view)
+{
+    worker_sums *sums = ctx;
+    if (view->role == PD_ROLE_DECODE)
+        sums->running += view->running;
+    sums->waiting += view->waiting;
+    sums->total += view->ledger.total;
+    sums->used += view->ledger.leased + view->ledger.running + view->ledger.quarantined;
+}
+
+static void write_ledger(void *ctx, const router_worker_view *view)
+{
+    worker_sums *sums = ctx;
+    const struct {
+        const char *state;
+        uint32_t blocks;
+    } parts[] = {{"free", view->ledger.free},
+                 {"cached", view->ledger.cached},
+                 {"leased", view->ledger.leased},
+                 {"running", view->ledger.running},
+                 {"quarantined", view->ledger.quarantined}};
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        pd_metric_label labels[] = {{"worker", view->name}, {"state", parts[i].state}};
+        pd_metrics_write_sample(sums->out, "kvferry_kv_blocks", labels, 2, parts[i].blocks);
+    }
+}
+
+static void write_leak(void *ctx, const router_worker_view *view)
+{
+    worker_sums *sums = ctx;
+    const pd_ledger *l = &view->ledger;
+    pd_metric_label label = {"worker", view->name};
+    double held = (double)l->free + l->cached + l->leased + l->running + l->quarantined;
+    pd_metrics_write_sample(sums->out, "kvferry_kv_blocks_unaccounted", &label, 1,
+                            (double)l->total - held);
+}
+
+static void write_queue(void *ctx, const router_worker_view *view)
+{
+    worker_sums *sums = ctx;
+    pd_metric_label labels[] = {{"worker", view->name},
+                                {"role", view->role == PD_ROLE_PREFILL ? "prefill" : "decode"}};
+    pd_metrics_write_sample(sums->out, "kvferry_worker_queue_seconds", labels, 2,
+                            (double)view->queue_ms / 1000);
+}
+
+static void gauge(pd_buf *out, const char *name, const char *help, const pd_metric_label *label,
+                  double value)
+{
+    pd_metrics_write_head(out, PD_METRIC_GAUGE, name, help);
+    pd_metrics_write_sample(out, name, label, label == NULL ? 0 : 1, value);
+}
+
+static void counter(pd_buf *out, const char *name, const char *help, const pd_metric_label *label,
+                    uint64_t value)
+{
+    pd_metrics_write_head(out, PD_METRIC_COUNTER, name, help);
+    pd_metrics_write_sample(out, name, label, label == NULL ? 0 : 1, (double)value);
+}
+
+static void write_core(const router_core_counters *c, pd_buf *out)
+{
+    counter(out, "kvferry_requests_accepted_total", "Answers begun (a choice is one).", NULL,
+            c->accepted);
+    counter(out, "kvferry_requests_finished_total", "Answers that ended by themselves.", NULL,
+            c->finished);
+    counter(out, "kvferry_requests_failed_total", "Answers that ended with an error.", NULL,
+            c->failed);
+    counter(out, "kvferry_requests_cancelled_total",
+            "Answers ended by their client or a stop string.", NULL, c->cancelled);
+    counter(out, "kvferry_requests_retried_total", "Attempts made again elsewhere.", NULL,
+            c->retried);
+    counter(out, "kvferry_requests_refused_total", "Requests refused for overload.", NULL,
+            c->refused_overload);
+    counter(out, "kvferry_leases_refused_total", "Leases a decode worker had no room for.", NULL,
+            c->leases_refused);
+    counter(out, "kvferry_workers_registered_total", "Workers accepted.", NULL,
+            c->workers_registered);
+    counter(out, "kvferry_workers_refused_total", "Workers refused at registration.", NULL,
+            c->workers_refused);
+    counter(out, "kvferry_workers_lost_total", "Workers given up.", NULL, c->workers_lost);
+    counter(out, "kvferry_tokens_dropped_total",
+            "Tokens of earlier attempts or incarnations, and duplicates.", NULL, c->tokens_dropped);
+    counter(out, "kvferry_shipped_bytes_total", "KV bytes that prefill workers shipped.", NULL,
+            c->shipped_bytes);
+    counter(out, "kvferry_index_gaps_total", "Gaps in workers' KV events.", NULL, c->index_gaps);
+    gauge(out, "kvferry_requests_queued", "Requests waiting in the router.", NULL, c->queued);
+    gauge(out, "kvferry_requests_active", "Requests in flight, queued ones included.", NULL,
+          c->active);
+}
+
+void pages_metrics(const router_core *core, const char *model, uint32_t connections,
+                   uint64_t now_ns, pd_buf *out)
+{
+    router_core_counters counters = router_core_counters_of(core);
+    pd_metric_label label = {"model_name", model};
+    worker_sums sums = {.out = out};
+
+    write_core(&counters, out);
+    gauge(out, "kvferry_http_connections", "Open HTTP connections.", NULL, connections);
+    router_core_each_worker(core, now_ns, sum_worker, &sums);
+    gauge(out, "vllm:num_requests_running", "Sequences that decode workers run.", &label,
+          (double)sums.running);
+    gauge(out, "vllm:num_requests_waiting", "Requests queued in the router or in workers.", &label,
+          (double)sums.waiting + counters.queued);
+    gauge(out, "vllm:kv_cache_usage_perc", "KV blocks in use, 1 is all.", &label,
+          sums.total == 0 ? 0 : (double)sums.used / (double)sums.total);
+    counter(out, "vllm:prompt_tokens_total", "Prompt tokens of finished answers.", &label,
+            counters.prompt_tokens);
+    counter(out, "vllm:generation_tokens_total", "Tokens answered.", &label, counters.tokens);
+    counter(out, "vllm:prefix_cache_queries_total", "Prompt tokens looked up in prefix caches.",
+            &label, counters.prompt_tokens);
+    counter(out, "vllm:prefix_cache_hits_total", "Prompt tokens found there.", &label,
+            counters.cached_tokens);
+    pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_kv_blocks",
+                          "KV blocks of a worker by who holds them.");
+    router_core_each_worker(core, now_ns, write_ledger, &sums);
+    pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_kv_blocks_unaccounted",
+                          "KV blocks of a worker that nobody holds: not 0 is a leak.");
+    router_core_each_worker(core, now_ns, write_leak, &sums);
+    pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_worker_queue_seconds",
+                          "Predicted time of the work before a worker.");
+    router_core_each_worker(core, now_ns, write_queue, &sums);
+}
+
+/* ---- models ---- */
+
+void pages_model(const char *name, uint32_t context_max, int64_t created, pd_buf *out)
+{
+    pd_buf_puts(out, "{\"id\":");
+    write_text(out, name);
+    pd_buf_printf(out,
+                  ",\"object\":\"model\",\"created\":%" PRId64
+                  ",\"owned_by\":\"kvferry\",\"max_model_len\":%u}",
+                  created, context_max);
+}
+
+void pages_models(const char *model, const char *const *aliases, uint32_t aliases_count,
+                  uint32_t context_max, int64_t created, pd_buf *out)
+{
+    pd_buf_puts(out, "{\"object\":\"list\",\"data\":[");
+    pages_model(model, context_max, created, out);
+    for (uint32_t i = 0; i < aliases_count; i++) {
+        pd_buf_puts(out, ",");
+        pages_model(aliases[i], context_max, created, out);
+    }
+    pd_buf_puts(out, "]}");
+}
