@@ -1,0 +1,1087 @@
+#include "common/base/clock.h"
+#include "common/text/jinja.h"
+#include "common/text/jinja_strings.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { RANGE_MAX = 100000 };
+
+static pd_value undefined(void)
+{
+    return pd_value_undefined(NULL);
+}
+
+static pd_value bad_argument(pd_jinja_run *run, const char *name)
+{
+    pd_value_fail(&run->values, PD_E_INVALID, "'%s' cannot work on these arguments", name);
+    return undefined();
+}
+
+/* ---- arguments ---- */
+
+static const pd_string *string_arg(const pd_jinja_args *args, size_t position, const char *name)
+{
+    const pd_value *value = pd_jinja_arg(args, position, name);
+    return value != NULL && value->kind == PD_VALUE_STRING ? value->as.string : NULL;
+}
+
+static bool bool_arg(const pd_jinja_args *args, size_t position, const char *name, bool fallback)
+{
+    const pd_value *value = pd_jinja_arg(args, position, name);
+    return value != NULL ? pd_value_truth(value) : fallback;
+}
+
+static int64_t integer_arg(const pd_jinja_args *args, size_t position, const char *name,
+                           int64_t fallback)
+{
+    const pd_value *value = pd_jinja_arg(args, position, name);
+    bool whole = value != NULL && pd_value_is_number(value) && value->kind != PD_VALUE_REAL;
+    return whole ? pd_value_whole(value) : fallback;
+}
+
+/* A C string of a value's string; NULL when it is none or holds NUL. */
+static const char *c_string(pd_jinja_run *run, const pd_string *s)
+{
+    if (s == NULL || memchr(s->bytes, '\0', s->len) != NULL)
+        return NULL;
+    char *copy = pd_value_alloc(&run->values, s->len + 1, 1);
+    if (copy != NULL)
+        memcpy(copy, s->bytes, s->len);
+    return copy;
+}
+
+/* ---- attributes and items ---- */
+
+static const char *const string_methods[] = {
+    "strip",      "lstrip",       "rstrip",       "split", "rsplit", "splitlines",
+    "replace",    "startswith",   "endswith",     "upper", "lower",  "title",
+    "capitalize", "removeprefix", "removesuffix", "find",  "rfind",  "count",
+    "join",       "isdigit",      "isspace",      NULL};
+static const char *const dict_methods[] = {"get", "items", "keys", "values", NULL};
+static const char *const list_methods[] = {"index", "count", NULL};
+static const char *const loop_methods[] = {"cycle", "changed", NULL};
+static const char *const functions[] = {"range",           "namespace",    "dict",
+                                        "raise_exception", "strftime_now", NULL};
+
+static bool among(const char *name, const char *const *names)
+{
+    for (; *names != NULL; names++) {
+        if (strcmp(*names, name) == 0)
+            return true;
+    }
+    return false;
+}
+
+bool pd_jinja_has_method(const char *name)
+{
+    return among(name, string_methods) || among(name, dict_methods) || among(name, list_methods) ||
+           among(name, loop_methods);
+}
+
+bool pd_jinja_has_function(const char *name)
+{
+    return among(name, functions);
+}
+
+bool pd_jinja_is_method_of(const pd_value *value, const char *name)
+{
+    switch (value->kind) {
+    case PD_VALUE_STRING: return among(name, string_methods);
+    case PD_VALUE_DICT: return among(name, dict_methods);
+    case PD_VALUE_LIST: return among(name, list_methods);
+    case PD_VALUE_LOOP: return among(name, loop_methods);
+    default: return false;
+    }
+}
+
+static pd_value loop_attr(const pd_loop_state *loop, const char *name)
+{
+    size_t i = loop->index0, count = loop->items->count;
+
+    if (strcmp(name, "index") == 0)
+        return pd_value_integer((int64_t)i + 1);
+    if (strcmp(name, "index0") == 0)
+        return pd_value_integer((int64_t)i);
+    if (strcmp(name, "revindex") == 0)
+        return pd_value_integer((int64_t)(count - i));
+    if (strcmp(name, "revindex0") == 0)
+        return pd_value_integer((int64_t)(count - i) - 1);
+    if (strcmp(name, "first") == 0)
+        return pd_value_bool(i == 0);
+    if (strcmp(name, "last") == 0)
+        return pd_value_bool(i + 1 == count);
+    if (strcmp(name, "length") == 0)
+        return pd_value_integer((int64_t)count);
+    if (strcmp(name, "depth") == 0)
+        return pd_value_integer((int64_t)loop->depth0 + 1);
+    if (strcmp(name, "depth0") == 0)
+        return pd_value_integer((int64_t)loop->depth0);
+    if (strcmp(name, "previtem") == 0)
+        return i > 0 ? loop->items->items[i - 1] : pd_value_undefined("loop.previtem");
+    if (strcmp(name, "nextitem") == 0)
+        return i + 1 < count ? loop->items->items[i + 1] : pd_value_undefined("loop.nextitem");
+    return pd_value_undefined(name);
+}
+
+pd_value pd_jinja_attr(pd_jinja_run *run, const pd_value *value, const char *name)
+{
+    const pd_value *item = NULL;
+
+    if (value->kind == PD_VALUE_UNDEFINED) {
+        pd_value_fail(&run->values, PD_E_INVALID, "'%s' is undefined",
+                      value->as.missing != NULL ? value->as.missing : "value");
+        return undefined();
+    }
+    if (pd_jinja_is_method_of(value, name)) {
+        pd_method *method = pd_value_alloc(&run->values, 1, sizeof *method);
+        if (method == NULL)
+            return undefined();
+        *method = (pd_method){*value, name};
+        return (pd_value){.kind = PD_VALUE_METHOD, .as.method = method};
+    }
+    if (value->kind == PD_VALUE_LOOP)
+        return loop_attr(value->as.loop, name);
+    if (value->kind == PD_VALUE_DICT || value->kind == PD_VALUE_NAMESPACE)
+        item = pd_value_get_text(&run->values, value->as.dict, name);
+    return item != NULL ? *item : pd_value_undefined(name);
+}
+
+pd_value pd_jinja_item(pd_jinja_run *run, const pd_value *value, const pd_value *key)
+{
+    bool whole = pd_value_is_number(key) && key->kind != PD_VALUE_REAL;
+
+    if (run->values.status != PD_OK)
+        return undefined();
+    if (value->kind == PD_VALUE_DICT) {
+        const pd_value *item = pd_value_get(&run->values, value->as.dict, *key);
+        if (item != NULL)
+            return *item;
+    } else if (whole && (value->kind == PD_VALUE_LIST || value->kind == PD_VALUE_STRING)) {
+        bool text = value->kind == PD_VALUE_STRING;
+        int64_t count = (int64_t)(text ? pd_value_length(value->as.string) : value->as.list->count);
+        int64_t at = pd_value_whole(key);
+        at = at < 0 ? at + count : at;
+        if (at < 0 || at >= count)
+            return pd_value_undefined("item");
+        if (!text)
+            return value->as.list->items[at];
+        return pd_value_substring(&run->values, value->as.string,
+                                  pd_value_byte_at(value->as.string, (size_t)at),
+                                  pd_value_byte_at(value->as.string, (size_t)at + 1));
+    }
+    if (key->kind == PD_VALUE_STRING || value->kind == PD_VALUE_UNDEFINED) {
+        const char *name = key->kind == PD_VALUE_STRING ? c_string(run, key->as.string) : NULL;
+        return pd_jinja_attr(run, value, name != NULL ? name : "item");
+    }
+    return pd_value_undefined("item");
+}
+
+bool pd_jinja_contains(pd_jinja_run *run, const pd_value *container, const pd_value *item)
+{
+    switch (container->kind) {
+    case PD_VALUE_STRING:
+        if (item->kind == PD_VALUE_STRING)
+            return pd_jinja_find(container->as.string, item->as.string, 0, false) != SIZE_MAX;
+        break;
+    case PD_VALUE_LIST:
+        for (size_t i = 0; i < container->as.list->count; i++) {
+            if (pd_value_equal(&run->values, &container->as.list->items[i], item))
+                return true;
+        }
+        return false;
+    case PD_VALUE_DICT: return pd_value_get(&run->values, container->as.dict, *item) != NULL;
+    case PD_VALUE_UNDEFINED: return false;
+    default: break;
+    }
+    pd_value_fail(&run->values, PD_E_INVALID, "%s cannot be looked for in %s",
+                  pd_value_kind_name(item), pd_value_kind_name(container));
+    return false;
+}
+
+/* ---- filters ---- */
+
+typedef pd_value filter_fn(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args);
+
+/* A value as a string, as Jinja's string filters take it. */
+static const pd_string *soft(pd_jinja_run *run, const pd_value *value)
+{
+    static const pd_string empty = {.bytes = ""};
+    pd_value text = pd_value_to_string(&run->values, value);
+    return text.kind == PD_VALUE_STRING ? text.as.string : &empty;
+}
+
+static pd_value do_trim(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    return pd_jinja_strip(run, soft(run, value), string_arg(args, 0, "chars"), 3);
+}
+
+static pd_value do_length(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    switch (value->kind) {
+    case PD_VALUE_UNDEFINED: return pd_value_integer(0);
+    case PD_VALUE_STRING: return pd_value_integer((int64_t)pd_value_length(value->as.string));
+    case PD_VALUE_LIST: return pd_value_integer((int64_t)value->as.list->count);
+    case PD_VALUE_DICT: return pd_value_integer((int64_t)value->as.dict->count);
+    default: return bad_argument(run, "length");
+    }
+}
+
+static pd_value do_upper(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    return pd_jinja_change_case(run, soft(run, value), PD_JINJA_UPPER, true);
+}
+
+static pd_value do_lower(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    return pd_jinja_change_case(run, soft(run, value), PD_JINJA_LOWER, true);
+}
+
+static pd_value do_capitalize(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    return pd_jinja_change_case(run, soft(run, value), PD_JINJA_CAPITALIZE, true);
+}
+
+static pd_value do_title(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    return pd_jinja_change_case(run, soft(run, value), PD_JINJA_TITLE, true);
+}
+
+static pd_value do_default(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_value *fallback = pd_jinja_arg(args, 0, "default_value");
+    bool falsy = bool_arg(args, 1, "boolean", false) && !pd_value_truth(value);
+
+    if (value->kind != PD_VALUE_UNDEFINED && !falsy)
+        return *value;
+    return fallback != NULL ? *fallback : pd_value_text(&run->values, "");
+}
+
+static pd_value do_first(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    const pd_list *list = pd_value_iterate(&run->values, value);
+    return list != NULL && list->count != 0 ? list->items[0] : pd_value_undefined("first");
+}
+
+static pd_value do_last(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    const pd_list *list = pd_value_iterate(&run->values, value);
+    return list != NULL && list->count != 0 ? list->items[list->count - 1]
+                                            : pd_value_undefined("last");
+}
+
+static pd_value do_list(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    const pd_list *from = pd_value_iterate(&run->values, value);
+    pd_list *list = from != NULL ? pd_value_new_list(&run->values, from->count, false) : NULL;
+    if (list != NULL && from->count != 0)
+        memcpy(list->items, from->items, from->count * sizeof list->items[0]);
+    return pd_value_of_list(list);
+}
+
+static pd_value do_reverse(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    const pd_list *from = pd_value_iterate(&run->values, value);
+    pd_list *list = from != NULL ? pd_value_new_list(&run->values, from->count, false) : NULL;
+    for (size_t i = 0; list != NULL && i < from->count; i++)
+        list->items[i] = from->items[from->count - 1 - i];
+    if (value->kind != PD_VALUE_STRING || list == NULL)
+        return pd_value_of_list(list);
+    static const pd_string nothing = {.bytes = ""};
+    return pd_jinja_join(run, list, &nothing, NULL);
+}
+
+static pd_value do_string(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    return pd_value_to_string(&run->values, value);
+}
+
+static pd_value do_safe(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    return do_string(run, value, args);
+}
+
+static pd_value do_escape(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    return pd_jinja_escape(run, soft(run, value));
+}
+
+/* A string as a number; false when it is none. */
+static bool parse_number(pd_jinja_run *run, const pd_string *s, pd_value *out)
+{
+    pd_value stripped = pd_jinja_strip(run, s, NULL, 3);
+    const char *text = stripped.kind == PD_VALUE_STRING ? c_string(run, stripped.as.string) : NULL;
+    char *end;
+
+    if (text == NULL || *text == '\0' || strpbrk(text, "xXpP") != NULL)
+        return false;
+    errno = 0;
+    int64_t whole = strtoll(text, &end, 10);
+    if (*end == '\0' && errno == 0) {
+        *out = pd_value_integer(whole);
+        return true;
+    }
+    double real = strtod(text, &end);
+    *out = pd_value_real(real);
+    return *end == '\0';
+}
+
+static pd_value do_int(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_value *fallback = pd_jinja_arg(args, 0, "default");
+    pd_value number = *value;
+
+    bool known = pd_value_is_number(value) ||
+                 (value->kind == PD_VALUE_STRING && parse_number(run, value->as.string, &number));
+    if (known && number.kind == PD_VALUE_REAL) {
+        known = fabs(number.as.real) < 9e18; /* NaN too is not */
+        if (known)
+            number = pd_value_integer((int64_t)number.as.real);
+    }
+    if (known)
+        return pd_value_integer(pd_value_whole(&number));
+    return fallback != NULL ? *fallback : pd_value_integer(0);
+}
+
+static pd_value do_float(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_value *fallback = pd_jinja_arg(args, 0, "default");
+    pd_value number = *value;
+
+    if (pd_value_is_number(value) ||
+        (value->kind == PD_VALUE_STRING && parse_number(run, value->as.string, &number)))
+        return pd_value_real(pd_value_number(&number));
+    return fallback != NULL ? *fallback : pd_value_real(0);
+}
+
+static pd_value do_abs(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    if (value->kind == PD_VALUE_REAL)
+        return pd_value_real(fabs(value->as.real));
+    if (!pd_value_is_number(value) || pd_value_whole(value) == INT64_MIN)
+        return bad_argument(run, "abs");
+    return pd_value_integer(llabs(pd_value_whole(value)));
+}
+
+static pd_value do_replace(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_string *from = string_arg(args, 0, "old"), *to = string_arg(args, 1, "new");
+
+    if (from == NULL || to == NULL)
+        return bad_argument(run, "replace");
+    return pd_jinja_replace(run, soft(run, value), from, to, integer_arg(args, 2, "count", -1));
+}
+
+static pd_value do_join(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    static const pd_string nothing = {.bytes = ""};
+    const pd_value *given = pd_jinja_arg(args, 0, "d");
+    const pd_list *list = pd_value_iterate(&run->values, value);
+    const pd_string *separator = given != NULL ? soft(run, given) : &nothing;
+    const char *attribute = c_string(run, string_arg(args, 1, "attribute"));
+
+    return list != NULL ? pd_jinja_join(run, list, separator, attribute) : undefined();
+}
+
+static pd_value do_tojson(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    int64_t indent = integer_arg(args, 0, "indent", -1);
+
+    /* by position the reference has ensure_ascii first; no template passes that so */
+    if (args->count != 0 && args->names[0] == NULL)
+        indent = integer_arg(args, 1, "indent", -1);
+    const pd_value *ascii = pd_jinja_arg(args, 0, "ensure_ascii");
+    if (indent > 64 || pd_jinja_arg(args, 2, "separators") != NULL ||
+        (ascii != NULL && pd_value_truth(ascii) && indent < 0))
+        return bad_argument(run, "tojson");
+    return pd_value_to_json(&run->values, value, (int)indent,
+                            bool_arg(args, 3, "sort_keys", false));
+}
+
+static pd_value do_indent(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    static const char spaces[] = "                                                                ";
+    const pd_string *by = string_arg(args, 0, "width");
+    int64_t width = integer_arg(args, 0, "width", 4);
+    pd_string blanks = {.bytes = spaces, .len = (size_t)width};
+
+    if (by == NULL && (width < 0 || width > (int64_t)sizeof spaces - 1))
+        return bad_argument(run, "indent");
+    return pd_jinja_indent(run, soft(run, value), by != NULL ? by : &blanks,
+                           bool_arg(args, 1, "first", false), bool_arg(args, 2, "blank", false));
+}
+
+static pd_value pair_list(pd_jinja_run *run, const pd_dict *dict)
+{
+    pd_list *list = pd_value_new_list(&run->values, dict->count, false);
+
+    for (size_t i = 0; list != NULL && i < dict->count; i++) {
+        pd_list *pair = pd_value_new_list(&run->values, 2, true);
+        if (pair == NULL)
+            return undefined();
+        pair->items[0] = dict->pairs[i].key;
+        pair->items[1] = dict->pairs[i].value;
+        list->items[i] = pd_value_of_list(pair);
+    }
+    return pd_value_of_list(list);
+}
+
+static pd_value do_items(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    (void)args;
+    if (value->kind == PD_VALUE_UNDEFINED)
+        return pd_value_of_list(pd_value_new_list(&run->values, 0, false));
+    return value->kind == PD_VALUE_DICT ? pair_list(run, value->as.dict)
+                                        : bad_argument(run, "items");
+}
+
+/* ---- sorting ---- */
+
+/* A stable sort by keys: merging, so that n items take n log n comparisons. */
+static void sort_by(pd_jinja_run *run, pd_value *items, pd_value *keys, size_t count, bool reverse,
+                    pd_value *spare)
+{
+    if (count < 2 || run->values.status != PD_OK)
+        return;
+    size_t half = count / 2, a = 0, b = half, n = 0;
+    sort_by(run, items, keys, half, reverse, spare);
+    sort_by(run, items + half, keys + half, count - half, reverse, spare);
+    while ((a < half || b < count) && pd_value_work(&run->values, 1)) {
+        bool left = b == count;
+        if (a < half && b < count) {
+            int order = pd_value_compare(&run->values, &keys[a], &keys[b]);
+            left = reverse ? order >= 0 : order <= 0;
+        }
+        size_t from = left ? a++ : b++;
+        spare[2 * n] = items[from];
+        spare[2 * n + 1] = keys[from];
+        n++;
+    }
+    for (size_t i = 0; i < n; i++) {
+        items[i] = spare[2 * i];
+        keys[i] = spare[2 * i + 1];
+    }
+}
+
+static pd_value sort_list(pd_jinja_run *run, const pd_list *from, const char *attribute,
+                          bool case_sensitive, bool reverse)
+{
+    pd_list *list = pd_value_new_list(&run->values, from->count, false);
+    pd_value *keys = pd_value_alloc(&run->values, from->count, sizeof *keys);
+    pd_value *spare = pd_value_alloc(&run->values, from->count, 2 * sizeof *spare);
+
+    for (size_t i = 0; spare != NULL && i < from->count; i++) {
+        list->items[i] = keys[i] = from->items[i];
+        if (attribute != NULL && keys[i].kind == PD_VALUE_LIST) {
+            pd_value at = pd_value_integer(atoi(attribute));
+            keys[i] = pd_jinja_item(run, &keys[i], &at);
+        } else if (attribute != NULL) {
+            keys[i] = pd_jinja_attr(run, &keys[i], attribute);
+        }
+        if (!case_sensitive && keys[i].kind == PD_VALUE_STRING)
+            keys[i] = pd_jinja_change_case(run, keys[i].as.string, PD_JINJA_LOWER, true);
+    }
+    if (run->values.status != PD_OK)
+        return undefined();
+    sort_by(run, list->items, keys, list->count, reverse, spare);
+    return pd_value_of_list(list);
+}
+
+static pd_value do_sort(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_list *list = pd_value_iterate(&run->values, value);
+
+    if (list == NULL)
+        return undefined();
+    return sort_list(run, list, c_string(run, string_arg(args, 2, "attribute")),
+                     bool_arg(args, 1, "case_sensitive", false),
+                     bool_arg(args, 0, "reverse", false));
+}
+
+static pd_value do_dictsort(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_string *by = string_arg(args, 1, "by");
+
+    if (value->kind != PD_VALUE_DICT)
+        return bad_argument(run, "dictsort");
+    pd_value pairs = pair_list(run, value->as.dict);
+    if (pairs.kind != PD_VALUE_LIST)
+        return undefined();
+    bool values = by != NULL && by->len == 5 && memcmp(by->bytes, "value", 5) == 0;
+    return sort_list(run, pairs.as.list, values ? "1" : "0",
+                     bool_arg(args, 0, "case_sensitive", false),
+                     bool_arg(args, 2, "reverse", false));
+}
+
+static pd_value do_unique(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_list *from = pd_value_iterate(&run->values, value);
+    pd_list *list = from != NULL ? pd_value_new_list(&run->values, from->count, false) : NULL;
+    size_t count = 0;
+
+    if (args->count != 0)
+        return bad_argument(run, "unique");
+    for (size_t i = 0; list != NULL && i < from->count; i++) {
+        pd_value key = from->items[i], seen = undefined();
+        bool fresh = true;
+        if (key.kind == PD_VALUE_STRING)
+            key = pd_jinja_change_case(run, key.as.string, PD_JINJA_LOWER, true);
+        for (size_t k = 0; k < count && fresh; k++) {
+            seen = list->items[k];
+            if (seen.kind == PD_VALUE_STRING)
+                seen = pd_jinja_change_case(run, seen.as.string, PD_JINJA_LOWER, true);
+            fresh = !pd_value_equal(&run->values, &key, &seen);
+        }
+        if (fresh)
+            list->items[count++] = from->items[i];
+    }
+    if (list != NULL)
+        list->count = count;
+    return pd_value_of_list(list);
+}
+
+/* ---- map, select and their kind ---- */
+
+/* The arguments behind the first skip ones by position. */
+static pd_jinja_args rest_of(const pd_jinja_args *args, size_t skip)
+{
+    size_t n = skip < args->count ? skip : args->count;
+    return (pd_jinja_args){args->count - n, args->values + n,
+                           args->names != NULL ? args->names + n : NULL};
+}
+
+static pd_value do_map(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    const pd_list *from = pd_value_iterate(&run->values, value);
+    const char *attribute = NULL, *filter = NULL;
+    const pd_value *fallback = NULL;
+
+    if (args->count != 0 && args->names[0] == NULL) {
+        filter = c_string(run, string_arg(args, 0, ""));
+    } else {
+        attribute = c_string(run, string_arg(args, SIZE_MAX, "attribute"));
+        fallback = pd_jinja_arg(args, SIZE_MAX, "default");
+    }
+    if (from == NULL || (attribute == NULL && (filter == NULL || !pd_jinja_has_filter(filter))))
+        return bad_argument(run, "map");
+    pd_list *list = pd_value_new_list(&run->values, from->count, false);
+    pd_jinja_args rest = rest_of(args, 1);
+    for (size_t i = 0; list != NULL && i < from->count && run->values.status == PD_OK; i++) {
+        pd_value item = from->items[i];
+        item = attribute != NULL ? pd_jinja_attr(run, &item, attribute)
+                                 : pd_jinja_filter(run, filter, item, &rest);
+        if (item.kind == PD_VALUE_UNDEFINED && fallback != NULL)
+            item = *fallback;
+        list->items[i] = item;
+    }
+    return pd_value_of_list(list);
+}
+
+/* keep: what the test says about an item that stays. */
+static pd_value choose(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args,
+                       bool by_attribute, bool keep)
+{
+    const pd_list *from = pd_value_iterate(&run->values, value);
+    size_t skip = by_attribute ? 1 : 0;
+    const char *attribute = by_attribute ? c_string(run, string_arg(args, 0, "")) : NULL;
+    const char *test = c_string(run, string_arg(args, skip, ""));
+    pd_jinja_args rest = rest_of(args, skip + 1);
+    size_t count = 0;
+
+    if (from == NULL || (by_attribute && attribute == NULL) ||
+        (args->count > skip && (test == NULL || !pd_jinja_has_test(test))))
+        return bad_argument(run, "select");
+    pd_list *list = pd_value_new_list(&run->values, from->count, false);
+    for (size_t i = 0; list != NULL && i < from->count && run->values.status == PD_OK; i++) {
+        pd_value item = from->items[i];
+        if (attribute != NULL)
+            item = pd_jinja_attr(run, &item, attribute);
+        bool holds = test != NULL ? pd_jinja_test(run, test, &item, &rest) : pd_value_truth(&item);
+        if (holds == keep)
+            list->items[count++] = from->items[i];
+    }
+    if (list != NULL)
+        list->count = count;
+    return pd_value_of_list(list);
+}
+
+static pd_value do_select(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    return choose(run, value, args, false, true);
+}
+
+static pd_value do_reject(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    return choose(run, value, args, false, false);
+}
+
+static pd_value do_selectattr(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    return choose(run, value, args, true, true);
+}
+
+static pd_value do_rejectattr(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
+{
+    return choose(run, value, args, true, false);
+}
+
+static const struct {
+    const char *name;
+    filter_fn *fn;
+} filters[] = {
+    {"abs", do_abs},
+    {"capitalize", do_capitalize},
+    {"count", do_length},
+    {"d", do_default},
+    {"default", do_default},
+    {"dictsort", do_dictsort},
+    {"e", do_escape},
+    {"escape", do_escape},
+    {"first", do_first},
+    {"float", do_float},
+    {"indent", do_indent},
+    {"int", do_int},
+    {"items", do_items},
+    {"join", do_join},
+    {"last", do_last},
+    {"length", do_length},
+    {"list", do_list},
+    {"lower", do_lower},
+    {"map", do_map},
+    {"reject", do_reject},
+    {"rejectattr", do_rejectattr},
+    {"replace", do_replace},
+    {"reverse", do_reverse},
+    {"safe", do_safe},
+    {"select", do_select},
+    {"selectattr", do_selectattr},
+    {"sort", do_sort},
+    {"string", do_string},
+    {"title", do_title},
+    {"tojson", do_tojson},
+    {"trim", do_trim},
+    {"unique", do_unique},
+    {"upper", do_upper},
+};
+
+static filter_fn *find_filter(const char *name)
+{
+    for (size_t i = 0; i < sizeof filters / sizeof filters[0]; i++) {
+        if (strcmp(filters[i].name, name) == 0)
+            return filters[i].fn;
+    }
+    return NULL;
+}
+
+bool pd_jinja_has_filter(const char *name)
+{
+    return find_filter(name) != NULL;
+}
+
+pd_value pd_jinja_filter(pd_jinja_run *run, const char *name, pd_value value,
+                         const pd_jinja_args *args)
+{
+    filter_fn *fn = find_filter(name);
+    pd_assert(fn != NULL);
+    return fn(run, &value, args);
+}
+
+/* ---- tests ---- */
+
+static const char *const test_names[] = {
+    "defined", "undefined",   "none",        "string",   "number",   "integer",  "float",
+    "boolean", "true",        "false",       "mapping",  "sequence", "iterable", "callable",
+    "odd",     "even",        "divisibleby", "in",       "eq",       "equalto",  "==",
+    "ne",      "!=",          "lt",          "lessthan", "<",        "le",       "<=",
+    "gt",      "greaterthan", ">",           "ge",       ">=",       "sameas",   "upper",
+    "lower",   NULL};
+
+bool pd_jinja_has_test(const char *name)
+{
+    return among(name, test_names);
+}
+
+static bool test_kind(const pd_value *v, const char *name, bool *result)
+{
+    bool many = v->kind == PD_VALUE_LIST || v->kind == PD_VALUE_STRING ||
+                v->kind == PD_VALUE_DICT || v->kind == PD_VALUE_UNDEFINED;
+    const struct {
+        const char *name;
+        bool holds;
+    } kinds[] = {
+        {"defined", v->kind != PD_VALUE_UNDEFINED},
+        {"undefined", v->kind == PD_VALUE_UNDEFINED},
+        {"none", v->kind == PD_VALUE_NONE},
+        {"string", v->kind == PD_VALUE_STRING},
+        {"number", pd_value_is_number(v)},
+        {"integer", v->kind == PD_VALUE_INTEGER},
+        {"float", v->kind == PD_VALUE_REAL},
+        {"boolean", v->kind == PD_VALUE_BOOL},
+        {"true", v->kind == PD_VALUE_BOOL && v->as.boolean},
+        {"false", v->kind == PD_VALUE_BOOL && !v->as.boolean},
+        {"mapping", v->kind == PD_VALUE_DICT},
+        {"sequence", many},
+        {"iterable", many},
+        {"callable", v->kind >= PD_VALUE_FUNCTION},
+    };
+
+    for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+        if (strcmp(kinds[i].name, name) == 0) {
+            *result = kinds[i].holds;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Tests that compare with an argument: the index of a name in each row tells which. */
+static bool test_against(pd_jinja_run *run, const char *name, const pd_value *v, const pd_value *w)
+{
+    static const char *const eq[] = {"eq", "equalto", "==", NULL}, *const ne[] = {"ne", "!=", NULL},
+                             *const lt[] = {"lt", "lessthan", "<", NULL},
+                             *const le[] = {"le", "<=", NULL},
+                             *const gt[] = {"gt", "greaterthan", ">", NULL};
+
+    if (among(name, eq))
+        return pd_value_equal(&run->values, v, w);
+    if (among(name, ne))
+        return !pd_value_equal(&run->values, v, w);
+    if (strcmp(name, "in") == 0)
+        return pd_jinja_contains(run, w, v);
+    if (strcmp(name, "sameas") == 0)
+        return v->kind == w->kind && pd_value_equal(&run->values, v, w);
+    int order = pd_value_compare(&run->values, v, w);
+    return among(name, lt)   ? order < 0
+           : among(name, le) ? order <= 0
+           : among(name, gt) ? order > 0
+                             : order >= 0;
+}
+
+bool pd_jinja_test(pd_jinja_run *run, const char *name, const pd_value *value,
+                   const pd_jinja_args *args)
+{
+    bool result = false, whole = pd_value_is_number(value) && value->kind != PD_VALUE_REAL;
+
+    if (test_kind(value, name, &result))
+        return result;
+    if (strcmp(name, "odd") == 0 || strcmp(name, "even") == 0) {
+        if (whole)
+            return (pd_value_whole(value) % 2 != 0) == (name[0] == 'o');
+    } else if (strcmp(name, "divisibleby") == 0) {
+        int64_t by = integer_arg(args, 0, "num", 0);
+        if (whole && by != 0)
+            return by == -1 || pd_value_whole(value) % by == 0;
+    } else if (strcmp(name, "upper") == 0 || strcmp(name, "lower") == 0) {
+        const pd_string *s = soft(run, value);
+        bool up = name[0] == 'u';
+        pd_value same = pd_jinja_change_case(run, s, up ? PD_JINJA_UPPER : PD_JINJA_LOWER, true);
+        pd_value other = pd_jinja_change_case(run, s, up ? PD_JINJA_LOWER : PD_JINJA_UPPER, true);
+        pd_value text = pd_value_to_string(&run->values, value);
+        return pd_value_equal(&run->values, &same, &text) &&
+               !pd_value_equal(&run->values, &other, &text);
+    } else if (pd_jinja_arg(args, 0, "other") != NULL) {
+        return test_against(run, name, value, pd_jinja_arg(args, 0, "other"));
+    }
+    bad_argument(run, name);
+    return false;
+}
+
+/* ---- methods ---- */
+
+/* startswith("a") or startswith(("a", "b")). */
+static bool has_affix(const pd_string *s, const pd_value *affix, bool end)
+{
+    if (affix->kind == PD_VALUE_LIST) {
+        for (size_t i = 0; i < affix->as.list->count; i++) {
+            if (affix->as.list->items[i].kind == PD_VALUE_STRING &&
+                has_affix(s, &affix->as.list->items[i], end))
+                return true;
+        }
+        return false;
+    }
+    const pd_string *a = affix->as.string;
+    return a->len <= s->len && (a->len == 0 || memcmp(end ? s->bytes + s->len - a->len : s->bytes,
+                                                      a->bytes, a->len) == 0);
+}
+
+static pd_value affix_method(pd_jinja_run *run, const pd_string *s, const char *name,
+                             const pd_jinja_args *args)
+{
+    const pd_value *affix = pd_jinja_arg(args, 0, "prefix");
+    bool end = strcmp(name, "endswith") == 0 || strcmp(name, "removesuffix") == 0;
+    bool removes = name[0] == 'r';
+
+    if (affix == NULL || args->count != 1 ||
+        !(affix->kind == PD_VALUE_STRING || (affix->kind == PD_VALUE_LIST && !removes)))
+        return bad_argument(run, name);
+    bool has = has_affix(s, affix, end);
+    if (!removes)
+        return pd_value_bool(has);
+    size_t len = has ? affix->as.string->len : 0;
+    return pd_value_substring(&run->values, s, end ? 0 : len, end ? s->len - len : s->len);
+}
+
+static pd_value find_method(pd_jinja_run *run, const pd_string *s, const char *name,
+                            const pd_jinja_args *args)
+{
+    const pd_string *part = string_arg(args, 0, "sub");
+
+    if (part == NULL || args->count != 1)
+        return bad_argument(run, name);
+    if (strcmp(name, "count") == 0) {
+        int64_t count = 0;
+        if (part->len == 0)
+            return pd_value_integer((int64_t)pd_value_length(s) + 1);
+        for (size_t at = 0; (at = pd_jinja_find(s, part, at, false)) != SIZE_MAX; at += part->len)
+            count++;
+        return pd_value_integer(count);
+    }
+    size_t hit = pd_jinja_find(s, part, 0, name[0] == 'r');
+    pd_string before = {.bytes = s->bytes, .len = hit};
+    return pd_value_integer(hit == SIZE_MAX ? -1 : (int64_t)pd_value_length(&before));
+}
+
+static bool all_of(const pd_string *s, bool digits)
+{
+    size_t len;
+
+    for (size_t at = 0; at < s->len; at += len) {
+        uint32_t c = '0';
+        len = 1;
+        if (digits && (s->bytes[at] < '0' || s->bytes[at] > '9'))
+            return false;
+        if (!digits) {
+            pd_string rest = {.bytes = s->bytes + at, .len = s->len - at};
+            len = pd_value_byte_at(&rest, 1);
+            c = (unsigned char)s->bytes[at];
+            if (len > 1 || !pd_value_is_space(c))
+                return false;
+        }
+    }
+    return s->len != 0;
+}
+
+static pd_value strip_method(pd_jinja_run *run, const pd_string *s, const char *name,
+                             const pd_jinja_args *args)
+{
+    int sides = name[0] == 'l' ? 1 : name[0] == 'r' ? 2 : 3;
+    return pd_jinja_strip(run, s, string_arg(args, 0, "chars"), sides);
+}
+
+static pd_value string_method(pd_jinja_run *run, const pd_string *s, const char *name,
+                              const pd_jinja_args *args)
+{
+    static const char *const strips[] = {"strip", "lstrip", "rstrip", NULL};
+    static const char *const affixes[] = {"startswith", "endswith", "removeprefix", "removesuffix",
+                                          NULL};
+    static const char *const finds[] = {"find", "rfind", "count", NULL};
+    const pd_value *first = pd_jinja_arg(args, 0, "iterable");
+
+    if (among(name, strips))
+        return strip_method(run, s, name, args);
+    if (among(name, affixes))
+        return affix_method(run, s, name, args);
+    if (among(name, finds))
+        return find_method(run, s, name, args);
+    if (strcmp(name, "split") == 0)
+        return pd_jinja_split(run, s, string_arg(args, 0, "sep"),
+                              integer_arg(args, 1, "maxsplit", -1));
+    if (strcmp(name, "rsplit") == 0)
+        return pd_jinja_rsplit(run, s, string_arg(args, 0, "sep"),
+                               integer_arg(args, 1, "maxsplit", -1));
+    if (strcmp(name, "splitlines") == 0 && args->count == 0)
+        return pd_jinja_splitlines(run, s);
+    if (strcmp(name, "replace") == 0) {
+        pd_value value = {.kind = PD_VALUE_STRING, .as.string = s};
+        return do_replace(run, &value, args);
+    }
+    if (strcmp(name, "upper") == 0)
+        return pd_jinja_change_case(run, s, PD_JINJA_UPPER, false);
+    if (strcmp(name, "lower") == 0)
+        return pd_jinja_change_case(run, s, PD_JINJA_LOWER, false);
+    if (strcmp(name, "title") == 0)
+        return pd_jinja_change_case(run, s, PD_JINJA_TITLE, false);
+    if (strcmp(name, "capitalize") == 0)
+        return pd_jinja_change_case(run, s, PD_JINJA_CAPITALIZE, false);
+    if (strcmp(name, "isdigit") == 0 || strcmp(name, "isspace") == 0)
+        return pd_value_bool(all_of(s, name[2] == 'd'));
+    if (strcmp(name, "join") == 0 && first != NULL) {
+        const pd_list *list = pd_value_iterate(&run->values, first);
+        return list != NULL ? pd_jinja_join(run, list, s, NULL) : undefined();
+    }
+    return bad_argument(run, name);
+}
+
+static pd_value dict_method(pd_jinja_run *run, const pd_dict *dict, const char *name,
+                            const pd_jinja_args *args)
+{
+    bool keys = strcmp(name, "keys") == 0;
+
+    if (strcmp(name, "get") == 0) {
+        const pd_value *key = pd_jinja_arg(args, 0, ""), *fallback = pd_jinja_arg(args, 1, "");
+        if (key == NULL)
+            return bad_argument(run, name);
+        const pd_value *item = pd_value_get(&run->values, dict, *key);
+        return item != NULL ? *item : fallback != NULL ? *fallback : pd_value_none();
+    }
+    if (strcmp(name, "items") == 0)
+        return pair_list(run, dict);
+    pd_list *list = pd_value_new_list(&run->values, dict->count, false);
+    for (size_t i = 0; list != NULL && i < dict->count; i++)
+        list->items[i] = keys ? dict->pairs[i].key : dict->pairs[i].value;
+    return pd_value_of_list(list);
+}
+
+static pd_value list_method(pd_jinja_run *run, const pd_list *list, const char *name,
+                            const pd_jinja_args *args)
+{
+    const pd_value *item = pd_jinja_arg(args, 0, "");
+    int64_t count = 0;
+
+    if (item == NULL)
+        return bad_argument(run, name);
+    for (size_t i = 0; i < list->count; i++) {
+        if (!pd_value_equal(&run->values, &list->items[i], item))
+            continue;
+        if (name[0] == 'i')
+            return pd_value_integer((int64_t)i);
+        count++;
+    }
+    return name[0] == 'i' ? bad_argument(run, name) : pd_value_integer(count);
+}
+
+static pd_value loop_method(pd_jinja_run *run, const pd_loop_state *loop, const char *name,
+                            const pd_jinja_args *args)
+{
+    if (args->count == 0)
+        return bad_argument(run, name);
+    if (strcmp(name, "cycle") == 0)
+        return args->values[loop->index0 % args->count];
+    pd_loop_state *state =
+        (pd_loop_state *)loop; /* the one thing about a loop that is remembered */
+    pd_list *seen = pd_value_new_list(&run->values, args->count, true);
+    if (seen == NULL)
+        return undefined();
+    memcpy(seen->items, args->values, args->count * sizeof seen->items[0]);
+    pd_value now = pd_value_of_list(seen);
+    bool changed = !state->changed_set || !pd_value_equal(&run->values, &state->changed, &now);
+    state->changed = now;
+    state->changed_set = true;
+    return pd_value_bool(changed);
+}
+
+pd_value pd_jinja_method(pd_jinja_run *run, const pd_method *method, const pd_jinja_args *args)
+{
+    const pd_value *object = &method->object;
+
+    switch (object->kind) {
+    case PD_VALUE_STRING: return string_method(run, object->as.string, method->name, args);
+    case PD_VALUE_DICT: return dict_method(run, object->as.dict, method->name, args);
+    case PD_VALUE_LIST: return list_method(run, object->as.list, method->name, args);
+    default: return loop_method(run, object->as.loop, method->name, args);
+    }
+}
+
+/* ---- functions ---- */
+
+static pd_value do_range(pd_jinja_run *run, const pd_jinja_args *args)
+{
+    int64_t bounds[3] = {0, 0, 1};
+
+    if (args->count == 0 || args->count > 3)
+        return bad_argument(run, "range");
+    for (size_t i = 0; i < args->count; i++) {
+        if (args->values[i].kind != PD_VALUE_INTEGER)
+            return bad_argument(run, "range");
+        bounds[args->count == 1 ? 1 : i] = args->values[i].as.integer;
+    }
+    int64_t step = bounds[2], count = 0, span;
+    if (step == 0 || step == INT64_MIN || __builtin_sub_overflow(bounds[1], bounds[0], &span))
+        return bad_argument(run, "range");
+    if (step > 0 ? span > 0 : span < 0)
+        count = (span - (step > 0 ? 1 : -1)) / step + 1;
+    if (count > RANGE_MAX) {
+        pd_value_fail(&run->values, PD_E_INVALID, "a range of more than %d numbers", RANGE_MAX);
+        return undefined();
+    }
+    pd_list *list = pd_value_new_list(&run->values, (size_t)count, false);
+    for (int64_t i = 0; list != NULL && i < count; i++)
+        list->items[i] = pd_value_integer(bounds[0] + i * step);
+    return pd_value_of_list(list);
+}
+
+/* dict(a=1), namespace(a=1), either with a dict first. */
+static pd_value do_dict(pd_jinja_run *run, const pd_jinja_args *args, bool space)
+{
+    pd_dict *dict = pd_value_new_dict(&run->values, args->count);
+
+    for (size_t i = 0; dict != NULL && i < args->count; i++) {
+        if (args->names[i] != NULL) {
+            pd_value_put(&run->values, dict, pd_value_text(&run->values, args->names[i]),
+                         args->values[i]);
+            continue;
+        }
+        if (args->values[i].kind != PD_VALUE_DICT)
+            return bad_argument(run, space ? "namespace" : "dict");
+        const pd_dict *from = args->values[i].as.dict;
+        for (size_t k = 0; k < from->count; k++)
+            pd_value_put(&run->values, dict, from->pairs[k].key, from->pairs[k].value);
+    }
+    pd_value value = pd_value_of_dict(dict);
+    if (space && value.kind == PD_VALUE_DICT)
+        value.kind = PD_VALUE_NAMESPACE;
+    return value;
+}
+
+/* The date is in UTC, so that it does not depend on where the service runs. */
+static pd_value do_strftime_now(pd_jinja_run *run, const pd_jinja_args *args)
+{
+    const char *format = c_string(run, string_arg(args, 0, "format"));
+    time_t now = (time_t)(pd_clock_unix_ms() / 1000);
+    struct tm utc;
+    char text[256];
+
+    if (format == NULL || gmtime_r(&now, &utc) == NULL)
+        return bad_argument(run, "strftime_now");
+    size_t len = strftime(text, sizeof text, format, &utc);
+    char *copy = pd_value_alloc(&run->values, len, 1);
+    if (copy == NULL)
+        return undefined();
+    memcpy(copy, text, len);
+    return pd_value_string(&run->values, copy, len, PD_MARK_NONE);
+}
+
+pd_value pd_jinja_function(pd_jinja_run *run, const char *name, const pd_jinja_args *args)
+{
+    if (strcmp(name, "range") == 0)
+        return do_range(run, args);
+    if (strcmp(name, "namespace") == 0)
+        return do_dict(run, args, true);
+    if (strcmp(name, "dict") == 0)
+        return do_dict(run, args, false);
+    if (strcmp(name, "strftime_now") == 0)
+        return do_strftime_now(run, args);
+    pd_assert(strcmp(name, "raise_exception") == 0);
+    const pd_value *message = pd_jinja_arg(args, 0, "message");
+    const pd_string *text = message != NULL ? soft(run, message) : NULL;
+    if (text == NULL)
+        return bad_argument(run, name);
+    pd_value_fail(&run->values, PD_E_INVALID, "%.*s", (int)(text->len < 255 ? text->len : 255),
+                  text->bytes);
+    return undefined();
+}
