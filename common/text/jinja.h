@@ -140,7 +140,6 @@ typedef struct pd_jinja_run {
     pd_jinja_sink sink;
     uint32_t line;            /* of the statement being run */
     int depth;                /* of macro calls */
-    size_t loops;             /* of for statements around here */
     bool leave;               /* a break or continue is on its way up ... */
     bool leave_for;           /* ... and it was a break */
     const pd_value *captured; /* what PD_JINJA_BODY stands for */

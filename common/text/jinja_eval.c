@@ -632,7 +632,7 @@ static void exec_for(pd_jinja_run *run, const pd_jinja_node *node)
             pd_jinja_exec(run, node->c);
         return;
     }
-    *loop = (pd_loop_state){.items = items, .depth0 = run->loops++};
+    *loop = (pd_loop_state){.items = items};
     run->frame = &frame;
     for (size_t i = 0; i < items->count && run->values.status == PD_OK && !run->leave_for; i++) {
         frame.bindings = NULL; /* what one round sets, the next does not see */
@@ -644,7 +644,6 @@ static void exec_for(pd_jinja_run *run, const pd_jinja_node *node)
     }
     run->leave_for = false;
     run->frame = outer;
-    run->loops--;
 }
 
 static void exec_if(pd_jinja_run *run, const pd_jinja_node *node)

@@ -116,10 +116,10 @@ static pd_value loop_attr(const pd_loop_state *loop, const char *name)
         return pd_value_bool(i + 1 == count);
     if (strcmp(name, "length") == 0)
         return pd_value_integer((int64_t)count);
-    if (strcmp(name, "depth") == 0)
-        return pd_value_integer((int64_t)loop->depth0 + 1);
+    if (strcmp(name, "depth") == 0) /* of recursion, which is not supported */
+        return pd_value_integer(1);
     if (strcmp(name, "depth0") == 0)
-        return pd_value_integer((int64_t)loop->depth0);
+        return pd_value_integer(0);
     if (strcmp(name, "previtem") == 0)
         return i > 0 ? loop->items->items[i - 1] : pd_value_undefined("loop.previtem");
     if (strcmp(name, "nextitem") == 0)
@@ -400,14 +400,10 @@ static pd_value do_join(pd_jinja_run *run, const pd_value *value, const pd_jinja
 
 static pd_value do_tojson(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
 {
-    int64_t indent = integer_arg(args, 0, "indent", -1);
+    int64_t indent = integer_arg(args, 1, "indent", -1);
+    bool ascii = bool_arg(args, 0, "ensure_ascii", false);
 
-    /* by position the reference has ensure_ascii first; no template passes that so */
-    if (args->count != 0 && args->names[0] == NULL)
-        indent = integer_arg(args, 1, "indent", -1);
-    const pd_value *ascii = pd_jinja_arg(args, 0, "ensure_ascii");
-    if (indent > 64 || pd_jinja_arg(args, 2, "separators") != NULL ||
-        (ascii != NULL && pd_value_truth(ascii) && indent < 0))
+    if (indent > 64 || ascii || pd_jinja_arg(args, 2, "separators") != NULL)
         return bad_argument(run, "tojson");
     return pd_value_to_json(&run->values, value, (int)indent,
                             bool_arg(args, 3, "sort_keys", false));

@@ -114,11 +114,8 @@ static pd_value split_space(pd_jinja_run *run, const pd_string *s, int64_t limit
         if (at == s->len)
             break;
         size_t start = at;
-        if (limit >= 0 && (int64_t)all.count == limit) { /* the rest, without its trailing space */
-            size_t end = s->len;
-            while (pd_value_is_space(char_at(s, char_before(s, end), &len)))
-                end = char_before(s, end);
-            add_piece(run, &all, s, start, end);
+        if (limit >= 0 && (int64_t)all.count == limit) { /* the rest as it is */
+            add_piece(run, &all, s, start, s->len);
             break;
         }
         while (at < s->len && !pd_value_is_space(char_at(s, at, &len)))

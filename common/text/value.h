@@ -84,7 +84,6 @@ typedef struct pd_method {
 typedef struct pd_loop_state {
     const pd_list *items;
     size_t index0;
-    size_t depth0;
     pd_value changed; /* what loop.changed() saw last */
     bool changed_set;
 } pd_loop_state;
