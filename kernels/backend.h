@@ -71,6 +71,9 @@ typedef struct kern_backend {
 
     /* values[col_first ..] of a row to quants, scales and sums; multiples of 32. */
     void (*quantize)(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols);
+    /* What quantize left out, values - scale * quant, as the values of row residual_row. */
+    void (*residual)(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols,
+                     uint32_t residual_row);
     /* out[n][r] (+)= sum over columns, for r in row_first .. row_first + rows - 1 and activation
      * rows n in acts_first .. acts_first + acts_rows - 1; out[n - acts_first] is that row. */
     void (*matmul)(const kern_matrix *matrix, uint32_t row_first, uint32_t rows,

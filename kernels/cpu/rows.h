@@ -46,6 +46,18 @@ static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_firs
     }
 }
 
+static void fast_residual(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols,
+                          uint32_t residual_row)
+{
+    float *out = acts->values + (size_t)residual_row * acts->cols;
+
+    for (uint32_t col = col_first; col < col_first + cols; col += 16) {
+        size_t at = (size_t)row * acts->cols + col;
+        v16 scale = v_set(-acts->scales[at / KERN_BLOCK]);
+        v_store(out + col, v_fma(scale, v_load_i8(acts->quants + at), v_load(acts->values + at)));
+    }
+}
+
 static void fast_rms_norm(const float *x, const float *weight, uint32_t count, float eps,
                           float *out)
 {

@@ -40,8 +40,8 @@ static void fast_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t 
     {                                                                                              \
         .abi = KERN_BACKEND_ABI, .struct_bytes = sizeof(kern_backend), .name = (backend_name),     \
         .probe = (backend_probe), .supports = fast_supports, .pack_bytes = kern_pack_bytes,        \
-        .pack = kern_pack, .quantize = fast_quantize, .matmul = fast_matmul,                       \
-        .rms_norm = fast_rms_norm, .rope = fast_rope, .store_f16 = fast_store_f16,                 \
-        .silu_mul = fast_silu_mul, .attention_scratch_bytes = fast_attention_scratch_bytes,        \
-        .attention = fast_attention,                                                               \
+        .pack = kern_pack, .quantize = fast_quantize, .residual = fast_residual,                   \
+        .matmul = fast_matmul, .rms_norm = fast_rms_norm, .rope = fast_rope,                       \
+        .store_f16 = fast_store_f16, .silu_mul = fast_silu_mul,                                    \
+        .attention_scratch_bytes = fast_attention_scratch_bytes, .attention = fast_attention,      \
     }

@@ -140,6 +140,12 @@ V_INLINE void v_store_i8(int8_t *p, v16i x)
         _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128((__m128i *)p, bytes);
 }
+V_INLINE v16 v_load_i8(const int8_t *p)
+{
+    __m128i bytes = _mm_loadu_si128((const __m128i *)p);
+    return (v16){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
 V_INLINE int32_t v_isum(v16i x)
 {
     __m256i a = _mm256_add_epi32(x.a, x.b);

@@ -123,6 +123,10 @@ V_INLINE void v_store_i8(int8_t *p, v16i x)
 {
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x));
 }
+V_INLINE v16 v_load_i8(const int8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 V_INLINE int32_t v_isum(v16i x)
 {
     return _mm512_reduce_add_epi32(x);

@@ -40,7 +40,7 @@ struct kern_model {
     float *qkv;         /* [rows][heads q, kv_heads k, kv_heads v][head_dim] */
     float *up;          /* [rows][ffn] */
     kern_acts norm;     /* [rows][hidden] */
-    kern_acts attended; /* [rows][heads][head_dim] */
+    kern_acts attended; /* [rows and their residuals][heads][head_dim] */
     kern_acts ffn;      /* [rows][ffn], the gate's product */
     kern_acts last;     /* [logits rows][hidden] */
     thread_memory *threads;
@@ -91,7 +91,7 @@ static void carve_model(carver *c, kern_model *model)
     model->qkv = carve(c, rows * heads * shape->head_dim, sizeof(float));
     model->up = carve(c, rows * shape->ffn, sizeof(float));
     model->norm = carve_acts(c, rows, shape->hidden);
-    model->attended = carve_acts(c, rows, shape->heads * shape->head_dim);
+    model->attended = carve_acts(c, 2 * rows, shape->heads * shape->head_dim);
     model->ffn = carve_acts(c, rows, shape->ffn);
     model->last = carve_acts(c, model->logits_rows_max, shape->hidden);
     model->row_slice = carve(c, rows, sizeof(uint32_t));
@@ -337,8 +337,12 @@ static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
     };
 
     model->ops->attention(&args);
-    for (uint32_t t = 0; t < group->tokens; t++)
-        model->ops->quantize(acts, group->row + t, kv_head * cols, cols);
+    for (uint32_t t = 0; t < group->tokens; t++) {
+        uint32_t row = group->row + t, residual_row = model->rows_max + row;
+        model->ops->quantize(acts, row, kv_head * cols, cols);
+        model->ops->residual(acts, row, kv_head * cols, cols, residual_row);
+        model->ops->quantize(acts, residual_row, kv_head * cols, cols);
+    }
 }
 
 /* Where every slice is one token, whoever attends for a head also places its K and V. */
@@ -363,6 +367,24 @@ static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool 
                      group->row >= model->live_first + model->live_rows))
             continue;
         attend_group(model, thread, layer, group, kv_head);
+    }
+    kern_team_barrier(model->team);
+}
+
+/* Attention's output goes on as two quantised rows, itself and what rounding left out: it is the
+ * matrix where 8 bits cost the most accuracy for its size (a tenth of a layer's products). */
+static void add_attended(kern_model *model, const kern_matrix *matrix, uint32_t first,
+                         uint32_t rows)
+{
+    uint32_t chunk = chunk_rows(model, matrix->rows);
+    bool quantised = pd_dtype_info_of(matrix->dtype)->block_weights > 1;
+
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(matrix, chunk);) {
+        multiply_chunk(model, matrix, taken * chunk, chunk, &model->attended, first, rows,
+                       model->x_rows + first, true);
+        if (quantised)
+            multiply_chunk(model, matrix, taken * chunk, chunk, &model->attended,
+                           model->rows_max + first, rows, model->x_rows + first, true);
     }
     kern_team_barrier(model->team);
 }
@@ -463,7 +485,7 @@ static void run_layers(void *ctx, uint32_t thread)
         report_group(model, thread, index);
         if (rows == 0)
             return;
-        add_product(model, &layer->output, &model->attended, first, rows);
+        add_attended(model, &layer->output, first, rows);
         feed_forward(model, thread, layer, first, rows);
     }
     write_logits(model);

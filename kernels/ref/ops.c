@@ -53,6 +53,18 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
     }
 }
 
+static void ref_residual(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols,
+                         uint32_t residual_row)
+{
+    const float *x = acts->values + (size_t)row * acts->cols;
+    float *out = acts->values + (size_t)residual_row * acts->cols;
+
+    for (uint32_t col = col_first; col < col_first + cols; col++) {
+        size_t at = (size_t)row * acts->cols + col;
+        out[col] = fmaf(-acts->scales[at / KERN_BLOCK], acts->quants[at], x[col]);
+    }
+}
+
 static uint16_t load_u16(const uint8_t *bytes)
 {
     uint16_t value;
@@ -289,6 +301,7 @@ const kern_backend kern_backend_ref = {
     .pack_bytes = ref_pack_bytes,
     .pack = ref_pack,
     .quantize = ref_quantize,
+    .residual = ref_residual,
     .matmul = ref_matmul,
     .rms_norm = ref_rms_norm,
     .rope = ref_rope,
