@@ -99,28 +99,10 @@ static void write_member(const pd_json *object, const char *name, char *out, siz
         *at = (unsigned char)*at < 0x20 ? '?' : *at;
 }
 
-/* "posix+cma" or "posix+cma,tcp". */
-static void write_lanes(const pd_json *worker, char *out, size_t size)
-{
-    const pd_json *lanes = worker != NULL ? pd_json_get(worker, "lanes") : NULL;
-    size_t used = 0;
-
-    snprintf(out, size, "-");
-    if (lanes == NULL || pd_json_type_of(lanes) != PD_JSON_ARRAY)
-        return;
-    for (size_t i = 0; i < pd_json_count(lanes); i++) {
-        size_t len;
-        const char *lane = pd_json_string(pd_json_at(lanes, i), &len);
-        if (lane == NULL || used + len + 2 > size)
-            continue;
-        used += (size_t)snprintf(out + used, size - used, "%s%s", used != 0 ? "," : "", lane);
-    }
-}
-
 static void print_service(const report *r, const state_service *service)
 {
     const pd_json *worker = worker_of(r, service->name);
-    const pd_json *kv = worker != NULL ? pd_json_get(worker, "kv") : NULL;
+    const pd_json *kv = worker != NULL ? pd_json_get(worker, "ledger") : NULL;
     char uptime[32], pid[16], phase[32], kv_text[64] = "-", free_text[24], total[24], queue[24];
     char backend[32], lanes[64];
 
@@ -133,7 +115,7 @@ static void print_service(const report *r, const state_service *service)
     write_member(kv, "total", total, sizeof total);
     if (kv != NULL)
         snprintf(kv_text, sizeof kv_text, "%s/%s", free_text, total);
-    write_lanes(worker, lanes, sizeof lanes);
+    write_member(worker, "lanes", lanes, sizeof lanes);
     printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8u %-12s %-13s %-8s %s\n", service->name,
            service->role, service->process.pid != 0 ? pid : "-", phase_of(service), phase, uptime,
            service->restarts, backend, kv_text, queue, lanes);

@@ -20,9 +20,9 @@
  * - Exit status: 0 a normal end, 1 failure (restarted, with back-off), 2 bad usage or configuration
  *   (not restarted). The cause is the last level=error line on stderr.
  * - The router's HTTP port answers GET /ready with 200 once every role has a warm worker, and
- *   GET /workers with {"workers": [{"name", "role", "state", "backend", "lanes": [...],
- *   "kv": {"total", "free", "cached", "leased", "running", "quarantined"}, "queue_ms",
- *   "incarnation"}, ...]}; `kvferry status` shows it.
+ *   GET /workers with {"workers": [{"name", "role", "state", "backend", "transfer", "lanes": "a,b",
+ *   "ledger": {"total", "free", "cached", "leased", "running", "quarantined"}, "queue_ms",
+ *   "incarnation", ...}, ...]}; `kvferry status` shows it.
  *
  * Where the executables are: KVFERRY_BIN_DIR when set (tests put stand-ins there), else the folder
  * of kvferry itself (installed), else build/router and build/deploy beside it (build tree).

@@ -58,7 +58,7 @@ if mode == "crash":
     threading.Thread(target=crash, daemon=True).start()
 
 WORKERS = b"""{"workers": [{"name": "prefill-0", "role": "prefill", "state": "ready",
- "backend": "cpu-x", "lanes": ["posix+cma"], "kv": {"total": 64, "free": 60, "cached": 4, "leased": 0,
+ "backend": "cpu-x", "lanes": "posix+cma", "ledger": {"total": 64, "free": 60, "cached": 4, "leased": 0,
  "running": 0, "quarantined": 0}, "queue_ms": 1.5, "incarnation": "7"}]}"""
 
 

@@ -142,7 +142,7 @@ class Command(unittest.TestCase):
         self.assertTrue(status["ready"] and status["running"])
         self.assertEqual([s["name"] for s in status["services"]], ["router", "prefill-0", "prefill-1", "decode-0"])
         self.assertTrue(all(alive(s["pid"]) and s["process"] == "running" for s in status["services"]))
-        self.assertEqual(status["workers"][0]["kv"]["total"], 64)
+        self.assertEqual(status["workers"][0]["ledger"]["total"], 64)
         rc, table, err = self.run_kvferry("status", "-f", self.file)
         self.assertIn("posix+cma", table)
         self.assertIn("60/64", table)
