@@ -19,6 +19,7 @@ KV_MODEL_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 mkdir -p "$KV_ROOT/.cache/tmp"
 export TMPDIR=$KV_ROOT/.cache/tmp PIP_CACHE_DIR=$KV_ROOT/.cache/pip CCACHE_DIR=$KV_ROOT/.cache/ccache
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+export PATH=$KV_VENV/bin:$PATH # meson looks for ninja there
 
 # kv_say TEXT: a line of progress, with the seconds since the start.
 kv_say() {
