@@ -191,10 +191,10 @@ static bool takes(const command *c, const char *option, size_t len)
 
 static int read_timeout(const char *text, arguments *args)
 {
-    pd_value_why why;
+    pd_scalar_why why;
 
-    if (pd_value_duration(text, PD_NS_PER_S, 24 * 3600 * PD_NS_PER_S, &args->ready_timeout_ns,
-                          &why) != PD_OK)
+    if (pd_scalar_duration(text, PD_NS_PER_S, 24 * 3600 * PD_NS_PER_S, &args->ready_timeout_ns,
+                           &why) != PD_OK)
         return usage_error("--timeout: %s", why.text);
     return 0;
 }
@@ -268,7 +268,7 @@ static const command *find_command(const char *name)
     for (size_t i = 0; i < COMMANDS_COUNT; i++) {
         if (strcmp(commands[i].name, name) == 0)
             return &commands[i];
-        uint32_t distance = pd_value_distance(commands[i].name, name);
+        uint32_t distance = pd_scalar_distance(commands[i].name, name);
         if (distance < best) {
             best = distance;
             nearest = &commands[i];

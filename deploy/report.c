@@ -26,12 +26,12 @@ static void ask_router(report *r)
 {
     char host[256];
     pd_listen listen = {.text = r->s.listen, .host = host};
-    pd_value_why why;
+    pd_scalar_why why;
     pd_json_error error;
     int code = 0;
     pd_buf body;
 
-    if (pd_value_listen(r->s.listen, host, &listen.port, &listen.ipv6, &why) != PD_OK)
+    if (pd_scalar_listen(r->s.listen, host, &listen.port, &listen.ipv6, &why) != PD_OK)
         return;
     pd_buf_init(&body, ANSWER_MAX);
     r->ready = r->s.ready && http_get(&listen, "/ready", ASK_TIMEOUT_MS, &code, &body) == PD_OK &&

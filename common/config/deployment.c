@@ -153,27 +153,27 @@ static const char *keep(reading *r, const char *text)
 }
 
 static pd_status read_text(reading *r, const pd_key *k, const char *text, void *target,
-                           pd_value_why *why)
+                           pd_scalar_why *why)
 {
     uint32_t index = 0;
     pd_status status;
 
     switch (k->type) {
-    case PD_KEY_LABEL: status = pd_value_label(text, why); break;
-    case PD_KEY_ENDPOINT: status = pd_value_endpoint(text, why); break;
-    case PD_KEY_CHOICE: status = pd_value_choice(text, k->choices, &index, why); break;
-    default: status = pd_value_string(text, k->max, why); break;
+    case PD_KEY_LABEL: status = pd_scalar_label(text, why); break;
+    case PD_KEY_ENDPOINT: status = pd_scalar_endpoint(text, why); break;
+    case PD_KEY_CHOICE: status = pd_scalar_choice(text, k->choices, &index, why); break;
+    default: status = pd_scalar_string(text, k->max, why); break;
     }
     if (status == PD_OK)
         *(const char **)target = keep(r, text);
     return status;
 }
 
-static pd_status read_listen(reading *r, const char *text, pd_listen *target, pd_value_why *why)
+static pd_status read_listen(reading *r, const char *text, pd_listen *target, pd_scalar_why *why)
 {
     char host[256];
     pd_listen listen;
-    pd_status status = pd_value_listen(text, host, &listen.port, &listen.ipv6, why);
+    pd_status status = pd_scalar_listen(text, host, &listen.port, &listen.ipv6, why);
 
     if (status != PD_OK)
         return status;
@@ -184,7 +184,7 @@ static pd_status read_listen(reading *r, const char *text, pd_listen *target, pd
 }
 
 /* One scalar into the struct. */
-static pd_status read_scalar(reading *r, const pd_key *k, const char *text, pd_value_why *why)
+static pd_status read_scalar(reading *r, const pd_key *k, const char *text, pd_scalar_why *why)
 {
     void *target = (char *)&r->v + k->offset;
     uint64_t number = 0;
@@ -193,7 +193,7 @@ static pd_status read_scalar(reading *r, const pd_key *k, const char *text, pd_v
 
     switch (k->type) {
     case PD_KEY_ENUM:
-        status = pd_value_choice(text, k->choices, &index, why);
+        status = pd_scalar_choice(text, k->choices, &index, why);
         if (status == PD_OK)
             *(int *)target = (int)index;
         return status;
@@ -203,15 +203,15 @@ static pd_status read_scalar(reading *r, const pd_key *k, const char *text, pd_v
             return PD_OK;
         } /* fall through */
     case PD_KEY_INTEGER:
-        status = pd_value_integer(text, k->min, k->max, &number, why);
+        status = pd_scalar_integer(text, k->min, k->max, &number, why);
         if (status == PD_OK)
             *(uint32_t *)target = (uint32_t)number;
         return status;
-    case PD_KEY_BOOL: return pd_value_bool(text, target, why);
-    case PD_KEY_DURATION: return pd_value_duration(text, k->min, k->max, target, why);
-    case PD_KEY_SIZE: return pd_value_size(text, k->min, k->max, target, why);
+    case PD_KEY_BOOL: return pd_scalar_bool(text, target, why);
+    case PD_KEY_DURATION: return pd_scalar_duration(text, k->min, k->max, target, why);
+    case PD_KEY_SIZE: return pd_scalar_size(text, k->min, k->max, target, why);
     case PD_KEY_RATIO:
-        return pd_value_ratio(text, (uint32_t)k->max, &r->v.ratio[0], &r->v.ratio[1], why);
+        return pd_scalar_ratio(text, (uint32_t)k->max, &r->v.ratio[0], &r->v.ratio[1], why);
     case PD_KEY_LISTEN: return read_listen(r, text, target, why);
     default: return read_text(r, k, text, target, why);
     }
@@ -219,13 +219,13 @@ static pd_status read_scalar(reading *r, const pd_key *k, const char *text, pd_v
 
 static bool add_alias(reading *r, const pd_yaml_node *node, const char *path, const char *text)
 {
-    pd_value_why why;
+    pd_scalar_why why;
 
     if (r->v.d.model.aliases_count == PD_DEPLOYMENT_ALIASES_MAX) {
         TELL_AT(r->faults, node, "%s: at most %d names", path, PD_DEPLOYMENT_ALIASES_MAX);
         return false;
     }
-    if (pd_value_string(text, PD_STRING_MAX, &why) != PD_OK) {
+    if (pd_scalar_string(text, PD_STRING_MAX, &why) != PD_OK) {
         TELL_AT(r->faults, node, "%s: %s", path, why.text);
         return false;
     }
@@ -259,7 +259,7 @@ static bool read_aliases(reading *r, const pd_yaml_node *node, const char *path)
 static void read_key(reading *r, size_t index, const pd_yaml_node *node)
 {
     const pd_key *k = &pd_schema[index];
-    pd_value_why why;
+    pd_scalar_why why;
 
     r->nodes[index] = node;
     r->states[index] = BAD;
@@ -303,7 +303,7 @@ static void read_section(reading *r, const char *prefix, const pd_yaml_node *map
 static void read_defaults(reading *r)
 {
     for (size_t i = 0; i < pd_schema_count; i++) {
-        pd_value_why why;
+        pd_scalar_why why;
         if (r->states[i] != GOOD && pd_schema[i].fallback != NULL) {
             pd_status status = read_scalar(r, &pd_schema[i], pd_schema[i].fallback, &why);
             pd_assert(status == PD_OK); /* a default outside its own range */
@@ -581,12 +581,12 @@ static void finish_model(reading *r)
 static void finish_endpoint(reading *r, const char *path, const char *file, const char **target)
 {
     char text[PD_MODEL_PATH_MAX + 64];
-    pd_value_why why;
+    pd_scalar_why why;
 
     if (state_of(r, path) != UNSET)
         return;
     snprintf(text, sizeof text, "ipc://%s/%s", r->v.d.state_dir, file);
-    if (r->v.d.router.bus == PD_BUS_TCP || pd_value_endpoint(text, &why) != PD_OK)
+    if (r->v.d.router.bus == PD_BUS_TCP || pd_scalar_endpoint(text, &why) != PD_OK)
         snprintf(text, sizeof text, "tcp://127.0.0.1:0"); /* a socket's path has to be short */
     *target = keep(r, text);
 }
@@ -641,7 +641,7 @@ static void finish_rest(reading *r)
         const pd_yaml_node *at = r->nodes[key_must("heartbeat.lost_after")];
         char least[32];
         at = at != NULL ? at : r->nodes[key_must("heartbeat.interval")];
-        pd_value_write_duration(2 * d->heartbeat.interval_ns, least);
+        pd_scalar_write_duration(2 * d->heartbeat.interval_ns, least);
         TELL_AT(r->faults, at, "heartbeat.lost_after: must be at least two intervals (%s)", least);
     }
 }
@@ -795,8 +795,8 @@ static void dump_value(const pd_key *k, const pd_values *v, pd_buf *buf)
     case PD_KEY_BOOL:
         snprintf(small, sizeof small, "%s", *(const bool *)at ? "true" : "false");
         break;
-    case PD_KEY_DURATION: pd_value_write_duration(*(const uint64_t *)at, small); break;
-    case PD_KEY_SIZE: pd_value_write_size(*(const uint64_t *)at, small); break;
+    case PD_KEY_DURATION: pd_scalar_write_duration(*(const uint64_t *)at, small); break;
+    case PD_KEY_SIZE: pd_scalar_write_size(*(const uint64_t *)at, small); break;
     case PD_KEY_ALIASES:
         for (uint32_t i = 0; i < v->d.model.aliases_count; i++) {
             pd_buf_puts(buf, i == 0 ? "[" : ", ");
@@ -855,13 +855,13 @@ static void write_type(const pd_key *k, pd_buf *buf)
         break;
     case PD_KEY_BOOL: pd_buf_puts(buf, "true|false"); break;
     case PD_KEY_DURATION:
-        pd_value_write_duration(k->min, min);
-        pd_value_write_duration(k->max, max);
+        pd_scalar_write_duration(k->min, min);
+        pd_scalar_write_duration(k->max, max);
         pd_buf_printf(buf, "%s to %s", min, max);
         break;
     case PD_KEY_SIZE:
-        pd_value_write_size(k->min, min);
-        pd_value_write_size(k->max, max);
+        pd_scalar_write_size(k->min, min);
+        pd_scalar_write_size(k->max, max);
         pd_buf_printf(buf, "%s to %s", min, max);
         break;
     case PD_KEY_RATIO: pd_buf_puts(buf, "PREFILL:DECODE"); break;
@@ -896,12 +896,12 @@ bool pd_deployment_has_service(const pd_deployment *deployment, const char *name
     static const char *const roles[] = {"prefill-", "decode-"};
     const uint32_t counts[] = {deployment->prefill.workers, deployment->decode.workers};
     uint64_t index;
-    pd_value_why why;
+    pd_scalar_why why;
 
     for (int i = 0; i < 2; i++) {
         size_t len = strlen(roles[i]);
         if (strncmp(name, roles[i], len) == 0)
-            return pd_value_integer(name + len, 0, counts[i] - 1, &index, &why) == PD_OK;
+            return pd_scalar_integer(name + len, 0, counts[i] - 1, &index, &why) == PD_OK;
     }
     return false;
 }

@@ -192,7 +192,7 @@ bool pd_schema_nearest(const char *prefix, const char *name, char out[PD_KEY_NAM
         char child[PD_KEY_NAME_MAX];
         if (!child_name(pd_schema[i].path, prefix, child))
             continue;
-        uint32_t distance = pd_value_distance(child, name);
+        uint32_t distance = pd_scalar_distance(child, name);
         if (distance < best) {
             best = distance;
             memcpy(out, child, sizeof child);
@@ -239,7 +239,7 @@ const char *pd_schema_other_name(const char *path)
     const char *here = NULL;
 
     for (size_t i = 0; i < sizeof other_names / sizeof other_names[0]; i++) {
-        uint32_t distance = pd_value_distance(other_names[i].name, path);
+        uint32_t distance = pd_scalar_distance(other_names[i].name, path);
         if (distance < best) {
             best = distance;
             here = other_names[i].path;

@@ -11,10 +11,10 @@
 
 #define IPC_PATH_MAX 100 /* sun_path is 108; ZeroMQ needs a little */
 
-static pd_status because(pd_value_why *why, const char *format, ...)
+static pd_status because(pd_scalar_why *why, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-static pd_status because(pd_value_why *why, const char *format, ...)
+static pd_status because(pd_scalar_why *why, const char *format, ...)
 {
     va_list args;
 
@@ -48,7 +48,7 @@ static bool all_of(const char *text, const char *set)
 }
 
 /* What a text that is no plain decimal was probably meant to be. */
-static pd_status not_plain_decimal(const char *text, pd_value_why *why)
+static pd_status not_plain_decimal(const char *text, pd_scalar_why *why)
 {
     char shown[72];
     size_t digits = digits_of(text);
@@ -85,8 +85,8 @@ static pd_status not_plain_decimal(const char *text, pd_value_why *why)
     return because(why, "must be a whole number, not '%s'", shown);
 }
 
-pd_status pd_value_integer(const char *text, uint64_t min, uint64_t max, uint64_t *value_out,
-                           pd_value_why *why)
+pd_status pd_scalar_integer(const char *text, uint64_t min, uint64_t max, uint64_t *value_out,
+                            pd_scalar_why *why)
 {
     char shown[72];
     size_t digits = digits_of(text);
@@ -103,7 +103,7 @@ pd_status pd_value_integer(const char *text, uint64_t min, uint64_t max, uint64_
     return PD_OK;
 }
 
-pd_status pd_value_bool(const char *text, bool *value_out, pd_value_why *why)
+pd_status pd_scalar_bool(const char *text, bool *value_out, pd_scalar_why *why)
 {
     char shown[72];
 
@@ -153,18 +153,18 @@ static void unit_write(const unit *units, size_t count, uint64_t value, char out
     snprintf(out, 32, "%llu%s", (unsigned long long)(value / units[best].factor), units[best].name);
 }
 
-void pd_value_write_duration(uint64_t ns, char out[32])
+void pd_scalar_write_duration(uint64_t ns, char out[32])
 {
     unit_write(durations, COUNT(durations), ns, out);
 }
 
-void pd_value_write_size(uint64_t bytes, char out[32])
+void pd_scalar_write_size(uint64_t bytes, char out[32])
 {
     unit_write(sizes, COUNT(sizes), bytes, out);
 }
 
-pd_status pd_value_duration(const char *text, uint64_t min_ns, uint64_t max_ns, uint64_t *ns_out,
-                            pd_value_why *why)
+pd_status pd_scalar_duration(const char *text, uint64_t min_ns, uint64_t max_ns, uint64_t *ns_out,
+                             pd_scalar_why *why)
 {
     char shown[72], min_text[32], max_text[32];
     size_t digits = digits_of(text);
@@ -172,8 +172,8 @@ pd_status pd_value_duration(const char *text, uint64_t min_ns, uint64_t max_ns, 
     uint64_t ns = 0;
 
     pd_yaml_show(text, shown);
-    pd_value_write_duration(min_ns, min_text);
-    pd_value_write_duration(max_ns, max_text);
+    pd_scalar_write_duration(min_ns, min_text);
+    pd_scalar_write_duration(max_ns, max_text);
     if (digits > 0 && text[digits] == '\0')
         return because(why, "'%s' has no unit; write %s%s, %s%s or %s%s", shown, shown, "ms", shown,
                        "s", shown, "m");
@@ -191,8 +191,8 @@ pd_status pd_value_duration(const char *text, uint64_t min_ns, uint64_t max_ns, 
     return PD_OK;
 }
 
-pd_status pd_value_size(const char *text, uint64_t min_bytes, uint64_t max_bytes,
-                        uint64_t *bytes_out, pd_value_why *why)
+pd_status pd_scalar_size(const char *text, uint64_t min_bytes, uint64_t max_bytes,
+                         uint64_t *bytes_out, pd_scalar_why *why)
 {
     char shown[72], min_text[32], max_text[32];
     size_t digits = digits_of(text);
@@ -200,8 +200,8 @@ pd_status pd_value_size(const char *text, uint64_t min_bytes, uint64_t max_bytes
     uint64_t bytes = 0;
 
     pd_yaml_show(text, shown);
-    pd_value_write_size(min_bytes, min_text);
-    pd_value_write_size(max_bytes, max_text);
+    pd_scalar_write_size(min_bytes, min_text);
+    pd_scalar_write_size(max_bytes, max_text);
     if (digits > 0 && u == NULL && strchr("kKmMgGtT", text[digits]) != NULL &&
         strcspn(text + digits, "0123456789. ") == strlen(text + digits))
         return because(why, "'%s': units are KiB, MiB, GiB, TiB (powers of 1024); write %.*s%ciB",
@@ -220,8 +220,8 @@ pd_status pd_value_size(const char *text, uint64_t min_bytes, uint64_t max_bytes
     return PD_OK;
 }
 
-pd_status pd_value_ratio(const char *text, uint32_t max, uint32_t *left_out, uint32_t *right_out,
-                         pd_value_why *why)
+pd_status pd_scalar_ratio(const char *text, uint32_t max, uint32_t *left_out, uint32_t *right_out,
+                          pd_scalar_why *why)
 {
     char shown[72];
     size_t left = digits_of(text);
@@ -239,8 +239,8 @@ pd_status pd_value_ratio(const char *text, uint32_t max, uint32_t *left_out, uin
     return PD_OK;
 }
 
-pd_status pd_value_choice(const char *text, const char *choices, uint32_t *index_out,
-                          pd_value_why *why)
+pd_status pd_scalar_choice(const char *text, const char *choices, uint32_t *index_out,
+                           pd_scalar_why *why)
 {
     char shown[72], nearest[32] = "", listed[160];
     uint32_t index = 0, nearest_distance = 3;
@@ -256,7 +256,7 @@ pd_status pd_value_choice(const char *text, const char *choices, uint32_t *index
             *index_out = index;
             return PD_OK;
         }
-        uint32_t distance = pd_value_distance(name, text);
+        uint32_t distance = pd_scalar_distance(name, text);
         if (distance < nearest_distance) {
             nearest_distance = distance;
             memcpy(nearest, name, len + 1);
@@ -281,7 +281,7 @@ static bool is_host_name(const char *host)
     return all_of(host, letters) && host[0] != '-' && host[0] != '.';
 }
 
-static pd_status check_host(const char *host, bool ipv6, const char *shown, pd_value_why *why)
+static pd_status check_host(const char *host, bool ipv6, const char *shown, pd_scalar_why *why)
 {
     struct in6_addr ignored;
 
@@ -296,14 +296,14 @@ static pd_status check_host(const char *host, bool ipv6, const char *shown, pd_v
     return is_host_name(host) ? PD_OK : because(why, "'%s' holds no valid host name", shown);
 }
 
-pd_status pd_value_listen(const char *text, char host_out[256], uint16_t *port_out, bool *ipv6_out,
-                          pd_value_why *why)
+pd_status pd_scalar_listen(const char *text, char host_out[256], uint16_t *port_out, bool *ipv6_out,
+                           pd_scalar_why *why)
 {
     char shown[72], host[256];
     const char *colon = strrchr(text, ':');
     bool ipv6 = text[0] == '[';
     uint64_t port = 0;
-    pd_value_why port_why;
+    pd_scalar_why port_why;
 
     pd_yaml_show(text, shown);
     if (colon == NULL || colon[1] == '\0' || (ipv6 && colon[-1] != ']'))
@@ -320,7 +320,7 @@ pd_status pd_value_listen(const char *text, char host_out[256], uint16_t *port_o
     pd_status status = check_host(host, ipv6, shown, why);
     if (status != PD_OK)
         return status;
-    if (pd_value_integer(colon + 1, 0, 65535, &port, &port_why) != PD_OK)
+    if (pd_scalar_integer(colon + 1, 0, 65535, &port, &port_why) != PD_OK)
         return because(why, "the port %.200s", port_why.text);
     memcpy(host_out, host, host_len + 1);
     *port_out = (uint16_t)port;
@@ -328,12 +328,12 @@ pd_status pd_value_listen(const char *text, char host_out[256], uint16_t *port_o
     return PD_OK;
 }
 
-pd_status pd_value_endpoint(const char *text, pd_value_why *why)
+pd_status pd_scalar_endpoint(const char *text, pd_scalar_why *why)
 {
     char shown[72], host[256];
     uint16_t port;
     bool ipv6;
-    pd_value_why listen_why;
+    pd_scalar_why listen_why;
 
     pd_yaml_show(text, shown);
     if (strncmp(text, "ipc://", 6) == 0) {
@@ -341,16 +341,16 @@ pd_status pd_value_endpoint(const char *text, pd_value_why *why)
         if (len == 0 || len > IPC_PATH_MAX)
             return because(why, "the path after ipc:// must have 1 to %d bytes, not %zu",
                            IPC_PATH_MAX, len);
-        return pd_value_string(text, 6 + IPC_PATH_MAX, why);
+        return pd_scalar_string(text, 6 + IPC_PATH_MAX, why);
     }
     if (strncmp(text, "tcp://", 6) != 0)
         return because(why, "must be tcp://HOST:PORT or ipc://PATH, not '%s'", shown);
-    if (pd_value_listen(text + 6, host, &port, &ipv6, &listen_why) != PD_OK)
+    if (pd_scalar_listen(text + 6, host, &port, &ipv6, &listen_why) != PD_OK)
         return because(why, "after tcp://, %.200s", listen_why.text);
     return PD_OK;
 }
 
-pd_status pd_value_string(const char *text, size_t max, pd_value_why *why)
+pd_status pd_scalar_string(const char *text, size_t max, pd_scalar_why *why)
 {
     size_t len = strlen(text);
 
@@ -368,7 +368,7 @@ pd_status pd_value_string(const char *text, size_t max, pd_value_why *why)
     return PD_OK;
 }
 
-pd_status pd_value_label(const char *text, pd_value_why *why)
+pd_status pd_scalar_label(const char *text, pd_scalar_why *why)
 {
     char shown[72];
     size_t len = strlen(text);
@@ -382,7 +382,7 @@ pd_status pd_value_label(const char *text, pd_value_why *why)
     return PD_OK;
 }
 
-uint32_t pd_value_distance(const char *a, const char *b)
+uint32_t pd_scalar_distance(const char *a, const char *b)
 {
     enum { MAX = 64 };
     size_t a_len = strlen(a), b_len = strlen(b);

@@ -36,17 +36,17 @@ static void integers_are_plain_decimal(void **state)
         {"18446744073709551616", "must be 0 to 100"},
         {"99999999999999999999999999999999999", "must be 0 to 100"},
     };
-    pd_value_why why;
+    pd_scalar_why why;
     uint64_t value = 7;
 
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        assert_int_equal(pd_value_integer(bad[i].text, 0, 100, &value, &why), PD_E_INVALID);
+        assert_int_equal(pd_scalar_integer(bad[i].text, 0, 100, &value, &why), PD_E_INVALID);
         assert_non_null(strstr(why.text, bad[i].hint));
         assert_int_equal(value, 7);
     }
-    assert_int_equal(pd_value_integer("0", 0, 100, &value, &why), PD_OK);
+    assert_int_equal(pd_scalar_integer("0", 0, 100, &value, &why), PD_OK);
     assert_int_equal(value, 0);
-    assert_int_equal(pd_value_integer("18446744073709551615", 0, UINT64_MAX, &value, &why), PD_OK);
+    assert_int_equal(pd_scalar_integer("18446744073709551615", 0, UINT64_MAX, &value, &why), PD_OK);
     assert_true(value == UINT64_MAX);
 }
 
@@ -56,15 +56,15 @@ static void durations_need_a_unit(void **state)
     static const char *const bad[] = {"200", "1.5s", "s",     "",    "2sec",
                                       "2 s", "-1s",  "1h30m", "02s", "99999999999999999999h",
                                       "9ms", "1d"};
-    pd_value_why why;
+    pd_scalar_why why;
     uint64_t ns = 7;
 
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
-        assert_int_equal(pd_value_duration(bad[i], 10000000, UINT64_MAX, &ns, &why), PD_E_INVALID);
+        assert_int_equal(pd_scalar_duration(bad[i], 10000000, UINT64_MAX, &ns, &why), PD_E_INVALID);
     assert_int_equal(ns, 7);
-    assert_int_equal(pd_value_duration("200ms", 0, UINT64_MAX, &ns, &why), PD_OK);
+    assert_int_equal(pd_scalar_duration("200ms", 0, UINT64_MAX, &ns, &why), PD_OK);
     assert_int_equal(ns, 200000000);
-    assert_int_equal(pd_value_duration("1m", 0, UINT64_MAX, &ns, &why), PD_OK);
+    assert_int_equal(pd_scalar_duration("1m", 0, UINT64_MAX, &ns, &why), PD_OK);
     assert_true(ns == 60000000000ull);
 }
 
@@ -73,17 +73,17 @@ static void sizes_are_powers_of_1024(void **state)
     (void)state;
     static const char *const bad[] = {
         "2GB", "2G", "1.5GiB", "GiB", "", "2 GiB", "02GiB", "99999999999999TiB", "2gib", "2Gi"};
-    pd_value_why why;
+    pd_scalar_why why;
     uint64_t bytes = 7;
 
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
-        assert_int_equal(pd_value_size(bad[i], 0, UINT64_MAX, &bytes, &why), PD_E_INVALID);
-    assert_int_equal(pd_value_size("2GB", 0, UINT64_MAX, &bytes, &why), PD_E_INVALID);
+        assert_int_equal(pd_scalar_size(bad[i], 0, UINT64_MAX, &bytes, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_size("2GB", 0, UINT64_MAX, &bytes, &why), PD_E_INVALID);
     assert_non_null(strstr(why.text, "write 2GiB"));
     assert_int_equal(bytes, 7);
-    assert_int_equal(pd_value_size("512KiB", 0, UINT64_MAX, &bytes, &why), PD_OK);
+    assert_int_equal(pd_scalar_size("512KiB", 0, UINT64_MAX, &bytes, &why), PD_OK);
     assert_int_equal(bytes, 524288);
-    assert_int_equal(pd_value_size("4096", 0, UINT64_MAX, &bytes, &why), PD_OK);
+    assert_int_equal(pd_scalar_size("4096", 0, UINT64_MAX, &bytes, &why), PD_OK);
     assert_int_equal(bytes, 4096);
 }
 
@@ -91,18 +91,18 @@ static void what_is_written_is_read_back(void **state)
 {
     (void)state;
     static const uint64_t ms[] = {1, 200, 1000, 1500, 60000, 90000, 3600000, 86400000};
-    pd_value_why why;
+    pd_scalar_why why;
     uint64_t back;
     char text[32];
 
     for (size_t i = 0; i < sizeof ms / sizeof ms[0]; i++) {
-        pd_value_write_duration(ms[i] * 1000000, text);
-        assert_int_equal(pd_value_duration(text, 0, UINT64_MAX, &back, &why), PD_OK);
+        pd_scalar_write_duration(ms[i] * 1000000, text);
+        assert_int_equal(pd_scalar_duration(text, 0, UINT64_MAX, &back, &why), PD_OK);
         assert_int_equal(back, ms[i] * 1000000);
     }
     for (uint64_t bytes = 0; bytes < (1ull << 45); bytes = bytes * 3 + 1024) {
-        pd_value_write_size(bytes, text);
-        assert_int_equal(pd_value_size(text, 0, UINT64_MAX, &back, &why), PD_OK);
+        pd_scalar_write_size(bytes, text);
+        assert_int_equal(pd_scalar_size(text, 0, UINT64_MAX, &back, &why), PD_OK);
         assert_true(back == bytes);
     }
 }
@@ -146,34 +146,34 @@ static void addresses_are_host_and_port(void **state)
         "[fe80::%lo]:1",
     };
     char host[256];
-    pd_value_why why;
+    pd_scalar_why why;
     uint16_t port;
     bool ipv6;
 
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
-        assert_int_equal(pd_value_listen(good[i].text, host, &port, &ipv6, &why), PD_OK);
+        assert_int_equal(pd_scalar_listen(good[i].text, host, &port, &ipv6, &why), PD_OK);
         assert_string_equal(host, good[i].host);
         assert_int_equal(port, good[i].port);
         assert_int_equal(ipv6, good[i].ipv6);
     }
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
-        assert_int_equal(pd_value_listen(bad[i], host, &port, &ipv6, &why), PD_E_INVALID);
+        assert_int_equal(pd_scalar_listen(bad[i], host, &port, &ipv6, &why), PD_E_INVALID);
 }
 
 static void endpoints_fit_a_socket(void **state)
 {
     (void)state;
-    pd_value_why why;
+    pd_scalar_why why;
     char text[128] = "ipc://";
 
-    assert_int_equal(pd_value_endpoint("tcp://127.0.0.1:0", &why), PD_OK);
-    assert_int_equal(pd_value_endpoint("tcp://127.0.0.1", &why), PD_E_INVALID);
-    assert_int_equal(pd_value_endpoint("udp://127.0.0.1:1", &why), PD_E_INVALID);
-    assert_int_equal(pd_value_endpoint("ipc://", &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_endpoint("tcp://127.0.0.1:0", &why), PD_OK);
+    assert_int_equal(pd_scalar_endpoint("tcp://127.0.0.1", &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_endpoint("udp://127.0.0.1:1", &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_endpoint("ipc://", &why), PD_E_INVALID);
     memset(text + 6, 'a', 100);
-    assert_int_equal(pd_value_endpoint(text, &why), PD_OK);
+    assert_int_equal(pd_scalar_endpoint(text, &why), PD_OK);
     text[106] = 'a';
-    assert_int_equal(pd_value_endpoint(text, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_endpoint(text, &why), PD_E_INVALID);
 }
 
 static void ratios_and_words(void **state)
@@ -181,40 +181,40 @@ static void ratios_and_words(void **state)
     (void)state;
     static const char *const bad[] = {"2",    "2:",    ":1",  "0:1",  "1:0",
                                       "02:1", "2:1:1", "2-1", "300:1"};
-    pd_value_why why;
+    pd_scalar_why why;
     uint32_t left, right, index;
     bool yes;
 
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
-        assert_int_equal(pd_value_ratio(bad[i], 256, &left, &right, &why), PD_E_INVALID);
-    assert_int_equal(pd_value_ratio("12:3", 256, &left, &right, &why), PD_OK);
+        assert_int_equal(pd_scalar_ratio(bad[i], 256, &left, &right, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_ratio("12:3", 256, &left, &right, &why), PD_OK);
     assert_int_equal(left, 12);
     assert_int_equal(right, 3);
-    assert_int_equal(pd_value_bool("yes", &yes, &why), PD_E_INVALID);
-    assert_int_equal(pd_value_bool("True", &yes, &why), PD_E_INVALID);
-    assert_int_equal(pd_value_bool("false", &yes, &why), PD_OK);
+    assert_int_equal(pd_scalar_bool("yes", &yes, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_bool("True", &yes, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_bool("false", &yes, &why), PD_OK);
     assert_false(yes);
-    assert_int_equal(pd_value_choice("b", "a|b|c", &index, &why), PD_OK);
+    assert_int_equal(pd_scalar_choice("b", "a|b|c", &index, &why), PD_OK);
     assert_int_equal(index, 1);
-    assert_int_equal(pd_value_choice("", "a|b|c", &index, &why), PD_E_INVALID);
-    assert_int_equal(pd_value_choice("a|b", "a|b|c", &index, &why), PD_E_INVALID);
-    assert_int_equal(pd_value_label("Local", &why), PD_E_INVALID);
-    assert_int_equal(pd_value_label("-a", &why), PD_E_INVALID);
-    assert_int_equal(pd_value_label("../x", &why), PD_E_INVALID);
-    assert_int_equal(pd_value_label("no", &why), PD_OK);
-    assert_int_equal(pd_value_string("a\x1b[2J", 10, &why), PD_E_INVALID);
-    assert_int_equal(pd_value_string("\xff", 10, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_choice("", "a|b|c", &index, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_choice("a|b", "a|b|c", &index, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_label("Local", &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_label("-a", &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_label("../x", &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_label("no", &why), PD_OK);
+    assert_int_equal(pd_scalar_string("a\x1b[2J", 10, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_string("\xff", 10, &why), PD_E_INVALID);
 }
 
 static void distance_counts_edits(void **state)
 {
     (void)state;
-    assert_int_equal(pd_value_distance("prefill", "prefil"), 1);
-    assert_int_equal(pd_value_distance("workers", "wrokers"), 1);
-    assert_int_equal(pd_value_distance("", "abc"), 3);
-    assert_int_equal(pd_value_distance("abc", ""), 3);
-    assert_int_equal(pd_value_distance("decode", "router"), 6);
-    assert_int_equal(pd_value_distance("same", "same"), 0);
+    assert_int_equal(pd_scalar_distance("prefill", "prefil"), 1);
+    assert_int_equal(pd_scalar_distance("workers", "wrokers"), 1);
+    assert_int_equal(pd_scalar_distance("", "abc"), 3);
+    assert_int_equal(pd_scalar_distance("abc", ""), 3);
+    assert_int_equal(pd_scalar_distance("decode", "router"), 6);
+    assert_int_equal(pd_scalar_distance("same", "same"), 0);
 }
 
 int main(void)
