@@ -36,7 +36,7 @@ struct pd_prefix_cache {
 
     uint64_t seq;
     uint32_t events_max, events_len, events_head;
-    pd_kv_event *events; /* ring [events_max] */
+    pd_cache_event *events; /* ring [events_max] */
 };
 
 pd_status pd_prefix_cache_create(pd_kv_pool *pool, uint32_t events_max, pd_prefix_cache **cache_out)
@@ -84,7 +84,7 @@ void pd_prefix_cache_destroy(pd_prefix_cache *cache)
 
 /* ---- events ---- */
 
-static void event_add(pd_prefix_cache *cache, pd_kv_event event)
+static void event_add(pd_prefix_cache *cache, pd_cache_event event)
 {
     event.seq = ++cache->seq;
     /* Once one is left out all after it are, until a drain has made room: a reader must not take
@@ -95,7 +95,7 @@ static void event_add(pd_prefix_cache *cache, pd_kv_event event)
     cache->events_len++;
 }
 
-uint32_t pd_prefix_cache_drain(pd_prefix_cache *cache, pd_kv_event *events_out, uint32_t count)
+uint32_t pd_prefix_cache_drain(pd_prefix_cache *cache, pd_cache_event *events_out, uint32_t count)
 {
     uint32_t taken = count < cache->events_len ? count : cache->events_len;
     for (uint32_t i = 0; i < taken; i++)
@@ -274,8 +274,8 @@ static void node_add(pd_prefix_cache *cache, pd_block block, pd_hash128 hash,
         cache->nodes[parent].children++;
     busy_changed(cache, block, true); /* it is claimed by who inserts it */
     event_add(cache,
-              (pd_kv_event){
-                  .kind = PD_KV_STORED, .hash = hash, .parent = parent_hash, .position = position});
+              (pd_cache_event){
+                  .kind = PD_CACHE_STORED, .hash = hash, .parent = parent_hash, .position = position});
 }
 
 static void evict_one(pd_prefix_cache *cache)
@@ -295,7 +295,7 @@ static void evict_one(pd_prefix_cache *cache)
         cache->nodes[n->parent].children--;
         heap_update(cache, n->parent);
     }
-    event_add(cache, (pd_kv_event){.kind = PD_KV_REMOVED,
+    event_add(cache, (pd_cache_event){.kind = PD_CACHE_REMOVED,
                                    .hash = n->hash,
                                    .parent = n->parent_hash,
                                    .position = n->position});
@@ -408,17 +408,17 @@ void pd_prefix_cache_clear(pd_prefix_cache *cache)
     cache->heap_len = 0;
     cache->cached_count = 0;
     cache->busy_count = 0;
-    event_add(cache, (pd_kv_event){.kind = PD_KV_CLEARED});
+    event_add(cache, (pd_cache_event){.kind = PD_CACHE_CLEARED});
 }
 
-bool pd_prefix_cache_next(const pd_prefix_cache *cache, uint32_t *cursor, pd_kv_event *event_out)
+bool pd_prefix_cache_next(const pd_prefix_cache *cache, uint32_t *cursor, pd_cache_event *event_out)
 {
     for (; *cursor < cache->blocks; (*cursor)++) {
         const node *n = &cache->nodes[*cursor];
         if (!pd_kv_pool_is_cached(cache->pool, *cursor))
             continue;
-        *event_out = (pd_kv_event){
-            .kind = PD_KV_STORED,
+        *event_out = (pd_cache_event){
+            .kind = PD_CACHE_STORED,
             .hash = n->hash,
             .parent = n->parent_hash,
             .position = n->position,

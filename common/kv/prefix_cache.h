@@ -64,30 +64,30 @@ void pd_prefix_cache_insert(pd_prefix_cache *cache, pd_hash128 root, const pd_ha
 /* Forgets all content: unclaimed blocks become free, claimed ones stay their owners'. */
 void pd_prefix_cache_clear(pd_prefix_cache *cache);
 
-typedef enum pd_kv_event_kind {
-    PD_KV_STORED,  /* hash, parent, position */
-    PD_KV_REMOVED, /* hash */
-    PD_KV_CLEARED, /* everything */
-} pd_kv_event_kind;
+typedef enum pd_cache_event_kind {
+    PD_CACHE_STORED,  /* hash, parent, position */
+    PD_CACHE_REMOVED, /* hash */
+    PD_CACHE_CLEARED, /* everything */
+} pd_cache_event_kind;
 
-typedef struct pd_kv_event {
-    pd_kv_event_kind kind;
+typedef struct pd_cache_event {
+    pd_cache_event_kind kind;
     uint64_t seq; /* 1, 2, ... */
     pd_hash128 hash;
     pd_hash128 parent; /* the chain's root at position 0 */
     uint32_t position; /* in blocks from the start */
-} pd_kv_event;
+} pd_cache_event;
 
 /* Takes up to count of the oldest events; returns how many. When more than events_max waited, the
  * newest were left out: the reader sees a gap in seq and asks for a snapshot. */
-uint32_t pd_prefix_cache_drain(pd_prefix_cache *cache, pd_kv_event *events_out, uint32_t count);
+uint32_t pd_prefix_cache_drain(pd_prefix_cache *cache, pd_cache_event *events_out, uint32_t count);
 /* Of the last event, drained or not; 0 when there was none. A snapshot without changes in between
  * is the state after it. */
 uint64_t pd_prefix_cache_seq(const pd_prefix_cache *cache);
 
 /* Walks all cached blocks, in no particular order: *cursor starts at 0; false at the end. The
- * event is the PD_KV_STORED it would be, with seq 0. No other call may come between. */
-bool pd_prefix_cache_next(const pd_prefix_cache *cache, uint32_t *cursor, pd_kv_event *event_out);
+ * event is the PD_CACHE_STORED it would be, with seq 0. No other call may come between. */
+bool pd_prefix_cache_next(const pd_prefix_cache *cache, uint32_t *cursor, pd_cache_event *event_out);
 
 /* Walks everything and compares. PD_E_INTERNAL, logged, when a promise above is broken. For tests
  * and the slow tick. */

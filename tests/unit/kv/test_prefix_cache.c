@@ -295,25 +295,25 @@ static void events_tell_the_whole_story(void **state)
               1 + (uint32_t)(pd_random_next(&random) % 8));
         if (step == 1000)
             pd_prefix_cache_clear(w.cache);
-        pd_kv_event events[64];
+        pd_cache_event events[64];
         uint32_t count = pd_prefix_cache_drain(w.cache, events, 64);
         for (uint32_t i = 0; i < count; i++) {
             assert_int_equal(events[i].seq, next_seq++);
-            if (events[i].kind == PD_KV_CLEARED)
+            if (events[i].kind == PD_CACHE_CLEARED)
                 index_len = 0;
             uint32_t at = 0;
             while (at < index_len && !pd_hash128_equal(index[at], events[i].hash))
                 at++;
-            if (events[i].kind == PD_KV_STORED) {
+            if (events[i].kind == PD_CACHE_STORED) {
                 assert_int_equal(at, index_len);
                 index[index_len++] = events[i].hash;
-            } else if (events[i].kind == PD_KV_REMOVED) {
+            } else if (events[i].kind == PD_CACHE_REMOVED) {
                 assert_true(at < index_len);
                 index[at] = index[--index_len];
             }
         }
         uint32_t cursor = 0, snapshot = 0;
-        for (pd_kv_event e; pd_prefix_cache_next(w.cache, &cursor, &e); snapshot++) {
+        for (pd_cache_event e; pd_prefix_cache_next(w.cache, &cursor, &e); snapshot++) {
             uint32_t at = 0;
             while (at < index_len && !pd_hash128_equal(index[at], e.hash))
                 at++;
@@ -330,7 +330,7 @@ static void events_left_out_show_as_a_gap(void **state)
     (void)state;
     world w = make(16, 4);
     store(&w, 1, 0, 8);
-    pd_kv_event events[8];
+    pd_cache_event events[8];
     assert_int_equal(pd_prefix_cache_drain(w.cache, events, 8), 4);
     assert_int_equal(events[3].seq, 4);
     store(&w, 2, 0, 1);
