@@ -437,6 +437,7 @@ static pd_status pack_small(packing *pack, const pd_message *in)
     case PD_MSG_CANCEL:
         kvw__cancel__init(&pack->body.cancel);
         pack->body.cancel.key = pack_key(&pack->key, &in->cancel.key);
+        pack->body.cancel.unwritten = in->cancel.unwritten;
         envelope->body_case = KVW__ENVELOPE__BODY_CANCEL;
         envelope->cancel = &pack->body.cancel;
         return PD_OK;
@@ -882,6 +883,7 @@ static void take_body(unpacking *un, const Kvw__Envelope *in, pd_message *out)
     case KVW__ENVELOPE__BODY_CANCEL:
         out->kind = PD_MSG_CANCEL;
         take_key(un, in->cancel->key, &out->cancel.key);
+        out->cancel.unwritten = in->cancel->unwritten;
         return;
     case KVW__ENVELOPE__BODY_SNAPSHOT_REQUEST:
         out->kind = PD_MSG_SNAPSHOT_REQUEST;

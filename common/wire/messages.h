@@ -254,6 +254,9 @@ typedef struct pd_msg_decode_start {
  * answers with pd_msg_prefill_done if it had the request; a decode worker frees or quarantines. */
 typedef struct pd_msg_cancel {
     pd_request_key key;
+    /* To a decode worker: no prefill worker was ever asked for this key, so that nobody can write
+     * into what was leased, and there is no last word to wait for. */
+    bool unwritten;
 } pd_msg_cancel;
 
 typedef struct pd_msg_snapshot_request {

@@ -10,7 +10,8 @@
 
 typedef enum pd_notice_kind {
     PD_NOTICE_BLOCKS = 1,
-    PD_NOTICE_ABORT = 2,
+    PD_NOTICE_ABORT = 2, /* key.number 0 (a router's numbers begin at 1): of every request of
+                            key.router that is not complete */
 } pd_notice_kind;
 
 typedef struct pd_notice {

@@ -161,7 +161,10 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                 .max_tokens = 5,
                                                 .landing_ms = 100};
         break;
-    case PD_MSG_CANCEL: m->cancel.key = KEY; break;
+    case PD_MSG_CANCEL:
+        m->cancel.key = KEY;
+        m->cancel.unwritten = true;
+        break;
     case PD_MSG_SNAPSHOT_REQUEST: m->snapshot_request.router = 5; break;
     default: fail();
     }
