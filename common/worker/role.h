@@ -1,0 +1,91 @@
+#pragma once
+
+/* common/worker/role.h - one interface for the roles a worker can have.
+ *
+ * A role's core decides; it does no I/O, has no clock and knows no kernels: events and the time
+ * come in, actions go out through the sink. So the runtime (common/worker/runtime) drives it with
+ * sockets and threads, and the simulator drives the same object with a virtual clock. Each core
+ * belongs to one thread. An action may be called from within any event function, and never calls
+ * back into the core before it has returned. */
+
+#include "common/cost/cost.h"
+#include "common/kv/layout.h"
+#include "common/wire/messages.h"
+#include "common/wire/notice.h"
+#include "common/worker/step.h"
+
+typedef struct pd_role_core pd_role_core;
+
+typedef struct pd_role_options {
+    const char *name; /* the worker's, "prefill-0"; borrowed */
+    uint64_t incarnation;
+    pd_kv_layout layout;
+    uint32_t vocab;
+    uint32_t context_max;   /* positions */
+    uint32_t max_batch;     /* sequences in a step */
+    uint32_t queue_max;     /* requests beyond those that may wait */
+    uint32_t chunk_tokens;  /* rows of a step that are prompt */
+    uint32_t peers_max;     /* links at a time */
+    bool prefix_cache;      /* finished blocks stay for reuse */
+    bool seals;             /* notices carry seals, and they are checked */
+    uint64_t lost_after_ns; /* a router silent for so long is gone, until it says its own value */
+} pd_role_options;
+
+/* What a core may ask for. ctx is passed to each. */
+typedef struct pd_role_sink {
+    void *ctx;
+    /* To the router of that incarnation; the message is read before send returns. */
+    void (*send)(void *ctx, uint64_t router, const pd_message *message);
+    /* Runs the step; on_step_done follows, later. */
+    void (*run)(void *ctx, pd_step *step);
+    /* As pd_transfer_connect and pd_transfer_close (prefill workers). */
+    pd_status (*connect)(void *ctx, const void *address, size_t bytes, uint64_t tag,
+                         pd_peer *peer_out);
+    void (*close)(void *ctx, pd_peer peer);
+    /* Posts a notice that carries no blocks (PD_NOTICE_ABORT), after all that was posted to that
+     * peer before. Its PD_TRANSFER_SENT has ticket 0. */
+    pd_status (*notify)(void *ctx, pd_peer peer, const pd_notice *notice);
+    /* The seal of one landed block of one layer group as it lies in the own pool (decode workers;
+     * called only with options.seals). index: in the request's prompt. */
+    uint64_t (*seal)(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
+                     pd_block block, uint32_t valid_tokens);
+} pd_role_sink;
+
+/* Counted since the start; for metrics and tests. */
+typedef struct pd_role_counters {
+    uint64_t requests, finished, cancelled, failed, refused;
+    uint64_t steps, tokens_computed, tokens_cached;
+    uint64_t notices_ignored; /* late, duplicate, of another incarnation or ill-fitting */
+    uint64_t blocks_shipped, bytes_shipped;
+    uint64_t routers_lost;
+} pd_role_counters;
+
+typedef struct pd_role_ops {
+    pd_role role;
+    /* The core keeps copies of *options and *sink. Errors: PD_E_INVALID (a limit that is 0 or too
+     * large, logged), PD_E_NOMEM. */
+    pd_status (*create)(const pd_role_options *options, const pd_role_sink *sink,
+                        pd_role_core **core_out);
+    void (*destroy)(pd_role_core *core);
+    /* A message of the router with that incarnation, WELCOME and heartbeats included. Kinds that
+     * this role does not handle are ignored. */
+    void (*on_message)(pd_role_core *core, uint64_t router, const pd_message *message,
+                       uint64_t now_ns);
+    void (*on_step_done)(pd_role_core *core, pd_step *step, uint64_t now_ns);
+    void (*on_transfer)(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns);
+    /* Deadlines, expiries, lost routers, the ledger's check. At least every 100 ms. */
+    void (*on_tick)(pd_role_core *core, uint64_t now_ns);
+    /* No new requests from here on. */
+    void (*drain)(pd_role_core *core);
+    /* Cancels everything, as the routers would. */
+    void (*cancel_all)(pd_role_core *core, uint64_t now_ns);
+    /* True when no request is held in any state (quarantined blocks may remain). */
+    bool (*idle)(const pd_role_core *core);
+    pd_ledger (*ledger)(const pd_role_core *core);
+    /* Fills what the core knows: step, busy, queue_ms, running, waiting, ledger, events_sequence,
+     * draining. */
+    void (*heartbeat)(const pd_role_core *core, pd_msg_heartbeat *heartbeat);
+    pd_role_counters (*counters)(const pd_role_core *core);
+    /* What measured steps and transfers are learnt into. */
+    const pd_cost *(*cost)(const pd_role_core *core);
+} pd_role_ops;

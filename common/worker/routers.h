@@ -1,0 +1,37 @@
+#pragma once
+
+/* common/worker/routers.h - the routers that a worker serves, and which of them still live.
+ *
+ * Any message is a sign of life. A router that was silent for its lost_after is lost: what it owned
+ * is dropped, and nothing of it is taken until it welcomes the worker anew, so that a request which
+ * was under way while it was silent is not believed afterwards. A router is known from its first
+ * message on. Pure. One thread. */
+
+#include "common/wire/messages.h"
+
+#define PD_ROUTERS_MAX 64
+
+typedef struct pd_router_seen {
+    uint64_t router; /* incarnation; 0: unused */
+    uint64_t seen_ns;
+    uint64_t lost_after_ns;
+    bool lost;
+    uint32_t said_count; /* the owner's: how often others were told that it is lost */
+    uint64_t said_ns;    /* and when */
+} pd_router_seen;
+
+typedef struct pd_routers {
+    pd_router_seen entries[PD_ROUTERS_MAX];
+    uint64_t lost_after_ns; /* of a router that has not said its own */
+} pd_routers;
+
+void pd_routers_init(pd_routers *routers, uint64_t lost_after_ns);
+
+/* A message came. True when it may be believed: the router is not lost, or this is its welcome.
+ * False also when PD_ROUTERS_MAX live ones are known already. */
+bool pd_routers_on_message(pd_routers *routers, uint64_t router, const pd_message *message,
+                           uint64_t now_ns);
+/* A router that has just become lost, one a call; 0 when there is none (more). */
+uint64_t pd_routers_next_lost(pd_routers *routers, uint64_t now_ns);
+/* True when known and not lost. */
+bool pd_routers_live(const pd_routers *routers, uint64_t router);

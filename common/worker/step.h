@@ -1,0 +1,55 @@
+#pragma once
+
+/* common/worker/step.h - the plan of one forward step, and what came of it.
+ *
+ * A role's deciding part (its core) fills a plan; what runs it (the engine in production, the time
+ * model in the simulator) fills in the results and hands it back. A worker has one step under way
+ * at a time: the plan and all it points to stay untouched from run to on_step_done. Immutable in
+ * between, so the compute thread may read it. */
+
+#include "common/transfer/transfer.h"
+#include "common/wire/notice.h"
+
+/* Blocks of a prompt that leave as each layer group of the step is finished. */
+typedef struct pd_ship {
+    pd_peer peer;    /* the link of the transfer that carries them */
+    uint64_t ticket; /* the request's: comes back in PD_TRANSFER_SENT */
+    pd_request_key key;
+    uint64_t receiver;       /* the decode worker's incarnation */
+    uint32_t first;          /* index of the first block in the prompt */
+    uint32_t count;          /* 0: the slice ships nothing */
+    const pd_block *sources; /* [count] in the own pool */
+    const pd_block *targets; /* [count] in the receiver's pool */
+    uint32_t valid_tokens;   /* of the last block: fewer than a block's at a prompt's end */
+} pd_ship;
+
+/* Tokens of one sequence. Attention sees all positions before, through the block table. */
+typedef struct pd_step_slice {
+    void *request;          /* the core's own */
+    const char *id;         /* of the request, for logs */
+    const uint32_t *tokens; /* [count] */
+    uint32_t count;
+    uint32_t position;      /* of tokens[0] */
+    const pd_block *blocks; /* table from position 0, covers position + count */
+    bool want_token;        /* sample after the last token */
+    pd_sampling sampling;
+    pd_ship ship;
+    /* results */
+    uint32_t token_out;      /* want_token: the sampled token */
+    uint32_t notices_posted; /* of the ship: so many PD_TRANSFER_SENT come for its ticket */
+    pd_status ship_status;   /* not PD_OK: some part of the ship was never posted */
+} pd_step_slice;
+
+typedef struct pd_step {
+    uint64_t number; /* from 1 */
+    pd_step_slice *slices;
+    uint32_t slices_count;
+    /* results */
+    pd_status status; /* not PD_OK: no slice of the step can be trusted */
+    uint64_t started_ns, finished_ns;
+} pd_step;
+
+/* Notices that a ship of count blocks takes: one a layer group and PD_NOTICE_BLOCKS_MAX blocks. */
+uint32_t pd_ship_notices(uint32_t count, uint32_t groups);
+/* The request's part of a seal's place (common/kv/seal): of all routers, one number. */
+uint64_t pd_ship_seal_request(const pd_request_key *key);
