@@ -1,0 +1,145 @@
+#include "decode-worker/admit.h"
+
+#include "common/base/clock.h"
+#include "common/base/mem.h"
+
+#include <string.h>
+
+bool decode_admit_need(const pd_role_options *options, uint32_t prompt_tokens, uint32_t max_tokens,
+                       uint32_t *blocks_out, uint32_t *capacity_out, const char **reason_out)
+{
+    uint32_t block_tokens = options->layout.block_tokens;
+    /* The last token of an answer is never read back in. */
+    uint64_t capacity = (uint64_t)prompt_tokens + max_tokens - 1;
+
+    if (prompt_tokens > options->context_max) {
+        *reason_out = "the prompt is longer than the context";
+        return false;
+    }
+    if (capacity > options->context_max)
+        capacity = options->context_max;
+    uint64_t blocks = (capacity + block_tokens - 1) / block_tokens;
+    if (blocks > options->layout.blocks) {
+        *reason_out = "prompt and answer need more KV blocks than there are";
+        return false;
+    }
+    *blocks_out = (uint32_t)blocks;
+    *capacity_out = (uint32_t)capacity;
+    return true;
+}
+
+static decode_sequence *sequence_new(const pd_role_options *options,
+                                     const pd_msg_lease_request *asked, uint32_t capacity)
+{
+    uint32_t block_tokens = options->layout.block_tokens;
+    uint32_t prompt_blocks = (asked->prompt_tokens + block_tokens - 1) / block_tokens;
+    size_t hashes_bytes = (capacity / block_tokens + 1) * sizeof(pd_hash128);
+    size_t bits = (size_t)prompt_blocks * options->layout.groups;
+    size_t bits_bytes = (bits + 63) / 64 * sizeof(uint64_t);
+    decode_sequence *sequence = pd_calloc(1, sizeof *sequence);
+
+    if (sequence == NULL)
+        return NULL;
+    sequence->memory = pd_calloc(1, hashes_bytes + bits_bytes);
+    if (sequence->memory == NULL) {
+        pd_free(sequence);
+        return NULL;
+    }
+    sequence->hashes = sequence->memory;
+    sequence->landed_bits = (uint64_t *)((unsigned char *)sequence->memory + hashes_bytes);
+    if (asked->hashes_count > 0)
+        memcpy(sequence->hashes, asked->hashes, asked->hashes_count * sizeof *asked->hashes);
+    sequence->hashes_count = asked->hashes_count;
+    sequence->key = asked->key;
+    memcpy(sequence->id, asked->id, sizeof sequence->id);
+    sequence->prompt_tokens = asked->prompt_tokens;
+    sequence->prompt_blocks = prompt_blocks;
+    sequence->capacity = capacity;
+    return sequence;
+}
+
+static pd_status check(const pd_role_options *options, const pd_msg_lease_request *asked,
+                       const char **reason_out)
+{
+    if (asked->prompt_tokens == 0) {
+        *reason_out = "the prompt is empty";
+        return PD_E_INVALID;
+    }
+    if (asked->max_tokens == 0) {
+        *reason_out = "max_tokens is 0";
+        return PD_E_INVALID;
+    }
+    if (asked->hashes_count > asked->prompt_tokens / options->layout.block_tokens) {
+        *reason_out = "more hashes than full blocks";
+        return PD_E_INVALID;
+    }
+    if (asked->prefill_incarnation == 0) {
+        *reason_out = "no prefill worker is named";
+        return PD_E_INVALID;
+    }
+    return PD_OK;
+}
+
+pd_status decode_admit_lease(decode_admit *admit, const pd_msg_lease_request *asked,
+                             uint64_t now_ns, decode_sequence **sequence_out,
+                             pd_msg_lease_reply *reply_out, const char **reason_out)
+{
+    uint32_t blocks, capacity;
+    pd_lease *lease;
+    pd_status status = check(admit->options, asked, reason_out);
+
+    if (status != PD_OK)
+        return status;
+    if (!decode_admit_need(admit->options, asked->prompt_tokens, asked->max_tokens, &blocks,
+                           &capacity, reason_out))
+        return PD_E_TOO_LARGE;
+    decode_sequence *sequence = sequence_new(admit->options, asked, capacity);
+    if (sequence == NULL) {
+        *reason_out = "no memory for the lease";
+        return PD_E_NOMEM;
+    }
+    sequence->granted_ns = now_ns;
+    sequence->ttl_ns = asked->ttl_ms * PD_NS_PER_MS;
+    pd_lease_grant_args args = {
+        .request = pd_ship_seal_request(&asked->key),
+        .epoch = asked->key.epoch,
+        .owner = asked->key.router,
+        .prefill = asked->prefill_incarnation,
+        .blocks = blocks,
+        .expiry_ns = now_ns + sequence->ttl_ns,
+    };
+    uint32_t usable = admit->options->prefix_cache ? asked->hashes_count : 0;
+    status = pd_lease_grant(admit->leases, &args, &lease);
+    if (status == PD_OK) {
+        status = pd_lease_bind(admit->leases, lease, asked->hashes, usable);
+        if (status != PD_OK)
+            pd_lease_release(admit->leases, lease); /* granted only: gone */
+    }
+    if (status != PD_OK) {
+        *reason_out = "no room for the KV blocks";
+        decode_admit_free(sequence);
+        return status;
+    }
+    lease->user = sequence;
+    sequence->lease = lease;
+    sequence->held = lease->held;
+    sequence->to_land = (sequence->prompt_blocks - sequence->held) * admit->options->layout.groups;
+    if (sequence->to_land == 0) {
+        sequence->landed = true;
+        pd_lease_landed(admit->leases, lease);
+    }
+    reply_out->held_blocks = lease->held;
+    reply_out->blocks = lease->blocks + lease->held;
+    reply_out->blocks_count = sequence->prompt_blocks - sequence->held;
+    *sequence_out = sequence;
+    return PD_OK;
+}
+
+void decode_admit_free(decode_sequence *sequence)
+{
+    if (sequence == NULL)
+        return;
+    pd_free(sequence->memory);
+    pd_free(sequence->answer_memory);
+    pd_free(sequence);
+}
