@@ -1,0 +1,155 @@
+#include "kernels/model/runner.h"
+
+#include "common/base/mem.h"
+#include "kernels/model/engine.h"
+
+enum { JOBS = 2 };
+
+typedef struct runner_job {
+    kern_job job; /* job.user: this */
+    bool busy;
+    pd_step *step;
+    pd_step_group_fn *group_done;
+    void *ctx;
+} runner_job;
+
+struct pd_worker_engine {
+    kern_engine *engine;
+    uint32_t slices_max;
+    kern_job_slice *slices; /* [JOBS][slices_max] */
+    runner_job jobs[JOBS];
+};
+
+static void runner_destroy(pd_worker_engine *engine)
+{
+    if (engine == NULL)
+        return;
+    kern_engine_destroy(engine->engine);
+    pd_free(engine->slices);
+    pd_free(engine);
+}
+
+static pd_status runner_create(const pd_model_file *file, const pd_worker_engine_options *options,
+                               const pd_kv_layout *layout, void *pool,
+                               pd_worker_engine **engine_out)
+{
+    pd_worker_engine *engine = pd_calloc(1, sizeof *engine);
+    kern_options kernel = {
+        .device = options->device,
+        .threads = options->threads,
+        .context_max = options->context_max,
+        .rows_max = options->rows_max,
+        .logits_rows_max = options->slices_max,
+    };
+
+    if (engine == NULL)
+        return PD_E_NOMEM;
+    engine->slices_max = options->slices_max;
+    engine->slices = pd_calloc((size_t)JOBS * options->slices_max, sizeof *engine->slices);
+    pd_status status = engine->slices == NULL ? PD_E_NOMEM : PD_OK;
+    if (status == PD_OK)
+        status = kern_engine_create(file, &kernel, layout, pool, &engine->engine);
+    if (status != PD_OK) {
+        runner_destroy(engine);
+        return status;
+    }
+    *engine_out = engine;
+    return PD_OK;
+}
+
+static void on_group(void *ctx, uint32_t group)
+{
+    runner_job *job = ctx;
+
+    job->group_done(job->ctx, job->step, group);
+}
+
+static kern_job_slice slice_of(const pd_step_slice *slice)
+{
+    return (kern_job_slice){
+        .slice = {.tokens = slice->tokens,
+                  .count = slice->count,
+                  .position = slice->position,
+                  .blocks = slice->blocks,
+                  .logits_from = slice->count},
+        .want_token = slice->want_token,
+        .sampling = {.temperature = slice->sampling.temperature,
+                     .top_p = slice->sampling.top_p,
+                     .top_k = slice->sampling.top_k,
+                     .seed = slice->sampling.seed,
+                     .choice = slice->sampling.choice},
+    };
+}
+
+static pd_status runner_run(pd_worker_engine *engine, pd_step *step, pd_step_group_fn *group_done,
+                            void *ctx)
+{
+    runner_job *job = NULL;
+    uint32_t at = 0;
+
+    pd_assert(step->slices_count > 0 && step->slices_count <= engine->slices_max);
+    for (uint32_t i = 0; i < JOBS && job == NULL; i++) {
+        job = engine->jobs[i].busy ? NULL : &engine->jobs[i];
+        at = i;
+    }
+    if (job == NULL)
+        return PD_E_OVERLOAD;
+    kern_job_slice *slices = engine->slices + (size_t)at * engine->slices_max;
+    for (uint32_t i = 0; i < step->slices_count; i++)
+        slices[i] = slice_of(&step->slices[i]);
+    *job = (runner_job){.busy = true, .step = step, .group_done = group_done, .ctx = ctx};
+    job->job = (kern_job){
+        .slices = slices,
+        .slices_count = step->slices_count,
+        .group_done = group_done == NULL ? NULL : on_group,
+        .group_done_ctx = job,
+        .user = job,
+    };
+    pd_status status = kern_engine_submit(engine->engine, &job->job);
+    job->busy = status == PD_OK;
+    return status;
+}
+
+static int runner_fd(const pd_worker_engine *engine)
+{
+    return kern_engine_fd(engine->engine);
+}
+
+static pd_status runner_poll(pd_worker_engine *engine, pd_step **step_out)
+{
+    kern_job *done;
+    pd_status status = kern_engine_poll(engine->engine, &done);
+
+    if (status != PD_OK)
+        return status;
+    runner_job *job = done->user;
+    pd_step *step = job->step;
+    for (uint32_t i = 0; i < step->slices_count; i++)
+        step->slices[i].token_out = done->slices[i].token_out;
+    step->status = done->status;
+    step->started_ns = done->started_ns;
+    step->finished_ns = done->finished_ns;
+    job->busy = false;
+    *step_out = step;
+    return PD_OK;
+}
+
+static const char *runner_backend(const pd_worker_engine *engine)
+{
+    return kern_engine_backend(engine->engine);
+}
+
+static uint64_t runner_bytes(const pd_worker_engine *engine)
+{
+    return kern_engine_bytes(engine->engine);
+}
+
+const pd_worker_engine_ops kern_runner = {
+    .create = runner_create,
+    .destroy = runner_destroy,
+    .run = runner_run,
+    .fd = runner_fd,
+    .poll = runner_poll,
+    .backend = runner_backend,
+    .bytes = runner_bytes,
+};
