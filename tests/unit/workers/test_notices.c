@@ -1,0 +1,357 @@
+/* What comes over the data plane is believed only when it fits. */
+#include "tests/unit/workers/world.h"
+
+#include "common/base/log.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+static const pd_request_key the_key = {WORLD_ROUTER, 1, 1};
+
+static void to_decode(world *w, const pd_notice *notice)
+{
+    static pd_transfer_event event;
+
+    event = (pd_transfer_event){.kind = PD_TRANSFER_NOTICE};
+    event.notice_len = pd_notice_pack(notice, event.notice);
+    w->decode.ops->on_transfer(w->decode.core, &event, w->now_ns);
+}
+
+static uint64_t ignored(world *w)
+{
+    return w->decode.ops->counters(w->decode.core).notices_ignored;
+}
+
+static pd_ledger ledger(world *w)
+{
+    return w->decode.ops->ledger(w->decode.core);
+}
+
+/* A lease of 40 tokens (3 blocks, the last of 8) that nobody has written to yet. */
+static world *leased(void)
+{
+    world *w = world_create(&(world_setup){.seed = 1});
+    uint32_t prompt[40];
+
+    for (uint32_t i = 0; i < 40; i++)
+        prompt[i] = i;
+    world_ask(w, prompt, 40, 10);
+    assert_true(world_lease_next(w));
+    assert_int_equal(ledger(w).leased, 4); /* 49 tokens */
+    w->letters_count = 0;                  /* the reply is lost: the prefill never begins */
+    return w;
+}
+
+static pd_notice fitting(const world *w, uint32_t group)
+{
+    return (pd_notice){.kind = PD_NOTICE_BLOCKS,
+                       .key = the_key,
+                       .sender = w->prefill.options.incarnation,
+                       .receiver = w->decode.options.incarnation,
+                       .group = group,
+                       .first_block = 0,
+                       .count = 3,
+                       .valid_tokens = 8};
+}
+
+static void cancel(world *w)
+{
+    pd_message message = {.kind = PD_MSG_CANCEL};
+
+    message.cancel.key = the_key;
+    world_to(w, &w->decode, &message);
+}
+
+static void done(world *w)
+{
+    assert_int_equal(ledger(w).free + ledger(w).cached, ledger(w).total);
+    world_destroy(w);
+}
+
+static void what_does_not_fit_is_ignored_and_counted(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_notice wrong[12];
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < 12; i++)
+        wrong[i] = fitting(w, 0);
+    wrong[n++].sender++;
+    wrong[n++].receiver++;
+    wrong[n++].key.epoch++;
+    wrong[n++].key.number++;
+    wrong[n++].key.router++;
+    wrong[n++].group = WORLD_GROUPS;
+    wrong[n++].first_block = 1; /* ends behind the prompt */
+    wrong[n++].count = 4;
+    wrong[n++].valid_tokens = 16; /* more than the prompt leaves there */
+    wrong[n++].valid_tokens = 7;
+    wrong[n].count = 2; /* a full block said to be partial */
+    wrong[n++].valid_tokens = 8;
+    uint64_t seals[3] = {0};
+    wrong[n++].seals = seals; /* sealed, where nobody seals */
+    for (uint32_t i = 0; i < n; i++) {
+        to_decode(w, &wrong[i]);
+        assert_int_equal(ignored(w), i + 1);
+    }
+    for (uint32_t group = 0; group < WORLD_GROUPS; group++) {
+        pd_notice notice = fitting(w, group);
+        to_decode(w, &notice);
+        assert_int_equal(ignored(w), n);
+        to_decode(w, &notice); /* twice */
+        assert_int_equal(ignored(w), ++n);
+    }
+    cancel(w); /* everything has landed: nothing is quarantined */
+    assert_int_equal(ledger(w).quarantined, 0);
+    assert_int_equal(ledger(w).cached, 2);
+    done(w);
+}
+
+static void bytes_that_are_no_notice_do_no_harm(void **state)
+{
+    (void)state;
+    world *w = leased();
+    static pd_transfer_event event;
+    uint64_t random = 1;
+    pd_notice notice = fitting(w, 0);
+
+    for (uint32_t i = 0; i < 2000; i++) {
+        event = (pd_transfer_event){.kind = PD_TRANSFER_NOTICE};
+        event.notice_len = pd_notice_pack(&notice, event.notice);
+        if (i % 2 == 0)
+            event.notice_len = pd_random_next(&random) % (event.notice_len * 2);
+        event.notice[pd_random_next(&random) % 12] ^= 1 << pd_random_next(&random) % 8;
+        w->decode.ops->on_transfer(w->decode.core, &event, w->now_ns);
+    }
+    world_tick(w, 1);
+    cancel(w);
+    notice.kind = PD_NOTICE_ABORT;
+    to_decode(w, &notice);
+    done(w);
+}
+
+static void a_cancelled_landing_waits_for_the_senders_last_word(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_notice notice = fitting(w, 1);
+
+    to_decode(w, &notice);
+    cancel(w);
+    assert_int_equal(ledger(w).quarantined, 4);
+    world_tick(w, 500); /* time takes nothing back */
+    assert_int_equal(ledger(w).quarantined, 4);
+    notice = fitting(w, 0);
+    to_decode(w, &notice);
+    assert_int_equal(ledger(w).quarantined, 4);
+    notice = fitting(w, 2); /* the last of it */
+    to_decode(w, &notice);
+    assert_int_equal(ledger(w).quarantined, 0);
+    assert_int_equal(ledger(w).cached, 0); /* unchecked: not believed either */
+    done(w);
+}
+
+static void an_abort_ends_a_quarantine(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_notice notice = fitting(w, 0);
+
+    notice.kind = PD_NOTICE_ABORT;
+    cancel(w);
+    assert_int_equal(ledger(w).quarantined, 4);
+    notice.sender++; /* not of who may write */
+    to_decode(w, &notice);
+    assert_int_equal(ledger(w).quarantined, 4);
+    notice.sender--;
+    to_decode(w, &notice);
+    assert_int_equal(ledger(w).quarantined, 0);
+    to_decode(w, &notice); /* late */
+    assert_int_equal(ignored(w), 2);
+    done(w);
+}
+
+static void an_abort_of_everything_of_a_router_ends_its_landings(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_notice notice = fitting(w, 0);
+
+    notice.kind = PD_NOTICE_ABORT;
+    notice.key = (pd_request_key){.router = WORLD_ROUTER + 1};
+    to_decode(w, &notice);
+    assert_int_equal(ledger(w).leased, 4);
+    notice.key.router = WORLD_ROUTER;
+    to_decode(w, &notice);
+    done(w);
+}
+
+static void a_dead_sender_ends_a_quarantine_and_gets_no_lease(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_message message = {.kind = PD_MSG_PEER_GONE};
+
+    cancel(w);
+    message.peer_gone.incarnation = w->prefill.options.incarnation + 100;
+    world_to(w, &w->decode, &message);
+    assert_int_equal(ledger(w).quarantined, 4);
+    message.peer_gone.incarnation = w->prefill.options.incarnation;
+    world_to(w, &w->decode, &message);
+    assert_int_equal(ledger(w).quarantined, 0);
+    uint32_t prompt[20] = {1};
+    world_request *r = world_ask(w, prompt, 20, 10);
+    world_lease_next(w);
+    world_read_letter(w);
+    assert_int_equal(r->status, PD_E_PEER);
+    done(w);
+}
+
+static void a_lease_that_is_not_renewed_runs_out(void **state)
+{
+    (void)state;
+    world *w = leased();
+
+    for (int i = 0; i < 10; i++)
+        world_tick(w, 400); /* with heartbeats */
+    assert_int_equal(ledger(w).leased, 4);
+    w->router_silent = true;
+    world_tick(w, 400);
+    world_tick(w, 800);
+    assert_int_equal(ledger(w).leased, 0);
+    /* the prefill worker has lost the router too, and says so */
+    while (world_turn(w)) {
+    }
+    done(w);
+}
+
+static void a_cancel_of_what_never_came_frees_what_was_leased_for_it(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_message message = {.kind = PD_MSG_CANCEL};
+
+    cancel(w);
+    assert_int_equal(ledger(w).quarantined, 4);
+    message.cancel.key = the_key;
+    world_to(w, &w->prefill, &message); /* it never had the request */
+    while (world_turn(w)) {
+    }
+    done(w);
+}
+
+static void what_nobody_was_asked_to_write_is_free_at_once(void **state)
+{
+    (void)state;
+    for (int late = 0; late < 2; late++) {
+        world *w = leased();
+        pd_message message = {.kind = PD_MSG_CANCEL};
+
+        if (late)
+            cancel(w);
+        message.cancel.key = the_key;
+        message.cancel.unwritten = true;
+        world_to(w, &w->decode, &message);
+        done(w);
+    }
+}
+
+static void a_start_without_a_lease_is_answered(void **state)
+{
+    (void)state;
+    world *w = leased();
+    uint32_t tokens[41] = {0};
+    pd_message message = {.kind = PD_MSG_DECODE_START};
+    pd_msg_decode_start *start = &message.decode_start;
+
+    *start = (pd_msg_decode_start){.key = the_key,
+                                   .id = "r",
+                                   .tokens = tokens,
+                                   .tokens_count = 41,
+                                   .prompt_tokens = 40,
+                                   .max_tokens = 10};
+    start->key.epoch = 2;
+    world_to(w, &w->decode, &message);
+    assert_int_equal(w->letters_count, 1);
+    assert_int_equal(w->letters[0].message.decode_failed.status, PD_E_NOT_FOUND);
+    start->key.epoch = 1;
+    start->max_tokens = 40; /* more than was leased for */
+    world_to(w, &w->decode, &message);
+    assert_int_equal(w->letters_count, 2);
+    assert_int_equal(w->letters[1].message.decode_failed.status, PD_E_INVALID);
+    assert_int_equal(ledger(w).quarantined, 4);
+    pd_notice notice = fitting(w, 0);
+    notice.kind = PD_NOTICE_ABORT;
+    to_decode(w, &notice);
+    done(w);
+}
+
+static void blocks_that_never_come_fail_the_request(void **state)
+{
+    (void)state;
+    world *w = leased();
+    uint32_t tokens[41] = {0};
+    pd_message message = {.kind = PD_MSG_DECODE_START};
+
+    message.decode_start = (pd_msg_decode_start){.key = the_key,
+                                                 .id = "r",
+                                                 .tokens = tokens,
+                                                 .tokens_count = 41,
+                                                 .prompt_tokens = 40,
+                                                 .max_tokens = 10,
+                                                 .landing_ms = 300};
+    world_to(w, &w->decode, &message);
+    world_tick(w, 299);
+    assert_int_equal(w->letters_count, 0);
+    world_tick(w, 1);
+    assert_int_equal(w->letters_count, 1);
+    assert_int_equal(w->letters[0].message.decode_failed.status, PD_E_TIMEOUT);
+    assert_int_equal(ledger(w).quarantined, 4);
+    pd_notice notice = fitting(w, 0);
+    notice.kind = PD_NOTICE_ABORT;
+    to_decode(w, &notice);
+    done(w);
+}
+
+static void a_foreign_key_is_not_believed(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_message message = {.kind = PD_MSG_CANCEL};
+
+    message.cancel.key = the_key;
+    w->decode.ops->on_message(w->decode.core, WORLD_ROUTER + 1, &message, w->now_ns);
+    assert_int_equal(ledger(w).leased, 4);
+    cancel(w);
+    pd_notice notice = fitting(w, 0);
+    notice.kind = PD_NOTICE_ABORT;
+    to_decode(w, &notice);
+    done(w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_does_not_fit_is_ignored_and_counted),
+        cmocka_unit_test(bytes_that_are_no_notice_do_no_harm),
+        cmocka_unit_test(a_cancelled_landing_waits_for_the_senders_last_word),
+        cmocka_unit_test(an_abort_ends_a_quarantine),
+        cmocka_unit_test(an_abort_of_everything_of_a_router_ends_its_landings),
+        cmocka_unit_test(a_dead_sender_ends_a_quarantine_and_gets_no_lease),
+        cmocka_unit_test(a_lease_that_is_not_renewed_runs_out),
+        cmocka_unit_test(a_cancel_of_what_never_came_frees_what_was_leased_for_it),
+        cmocka_unit_test(what_nobody_was_asked_to_write_is_free_at_once),
+        cmocka_unit_test(a_start_without_a_lease_is_answered),
+        cmocka_unit_test(blocks_that_never_come_fail_the_request),
+        cmocka_unit_test(a_foreign_key_is_not_believed),
+    };
+
+    pd_log_init("test", PD_LOG_ERROR);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
