@@ -2,6 +2,7 @@
 #include "common/base/mem.h"
 
 #include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -30,6 +31,11 @@ static bool reserve(pd_buf *buf, size_t more)
         return false;
     if (more > buf->max - buf->len) {
         buf->status = PD_E_TOO_LARGE;
+        return false;
+    }
+    if (more >
+        SIZE_MAX / 4 - buf->len) { /* no memory is that large, and sizes below must not wrap */
+        buf->status = PD_E_NOMEM;
         return false;
     }
     size_t need = buf->len + more + 1;

@@ -121,30 +121,46 @@ pd_status pd_arena_create(size_t bytes_max, pd_arena **arena_out)
     return PD_OK;
 }
 
+static chunk *add_chunk(pd_arena *arena, size_t size, bool on_top)
+{
+    if (size > SIZE_MAX - sizeof(chunk))
+        return NULL;
+    chunk *made = pd_calloc(1, sizeof *made + size);
+    if (made == NULL)
+        return NULL;
+    made->size = size;
+    if (on_top || arena->chunks == NULL) {
+        made->next = arena->chunks;
+        arena->chunks = made;
+    } else {
+        made->next = arena->chunks->next;
+        arena->chunks->next = made;
+    }
+    return made;
+}
+
 void *pd_arena_alloc(pd_arena *arena, size_t bytes)
 {
-    if (bytes > arena->left)
+    if (bytes > arena->left || bytes > SIZE_MAX - ALIGN)
         return NULL;
     size_t rounded = (bytes + ALIGN - 1) & ~(size_t)(ALIGN - 1);
-    chunk *top = arena->chunks;
-    if (top == NULL || top->size - top->used < rounded) {
-        size_t size = rounded > CHUNK_BYTES ? rounded : CHUNK_BYTES;
-        top = pd_calloc(1, sizeof *top + size);
-        if (top == NULL)
-            return NULL;
-        top->size = size;
-        top->next = arena->chunks;
-        arena->chunks = top;
-    }
-    void *memory = top->bytes + top->used;
-    top->used += rounded;
+    chunk *from = arena->chunks;
+    /* what is large gets a chunk of its own, behind the one whose room is still used */
+    if (rounded > CHUNK_BYTES / 4)
+        from = add_chunk(arena, rounded, false);
+    else if (from == NULL || from->size - from->used < rounded)
+        from = add_chunk(arena, CHUNK_BYTES, true);
+    if (from == NULL)
+        return NULL;
+    void *memory = from->bytes + from->used;
+    from->used += rounded;
     arena->left -= bytes;
     return memory;
 }
 
 char *pd_arena_strndup(pd_arena *arena, const char *text, size_t bytes)
 {
-    char *copy = pd_arena_alloc(arena, bytes + 1);
+    char *copy = bytes < SIZE_MAX ? pd_arena_alloc(arena, bytes + 1) : NULL;
     if (copy != NULL)
         memcpy(copy, text, bytes);
     return copy;

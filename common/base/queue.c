@@ -10,10 +10,15 @@
 struct pd_queue {
     size_t item_bytes;
     uint32_t items_max;
+    uint32_t mask; /* of the ring's size, a power of two from items_max up */
     int fd;
-    _Alignas(64) atomic_uint head; /* next to pop; written by the consumer */
-    _Alignas(64) atomic_uint tail; /* next to push; written by the producer */
-    unsigned char *items;          /* [items_max][item_bytes] */
+    unsigned char *items; /* [mask + 1][item_bytes] */
+    /* the heap aligns to 16 bytes only: distance keeps the two off each other's cache line */
+    char before_head[64];
+    atomic_uint head; /* next to pop; written by the consumer */
+    char between[64];
+    atomic_uint tail; /* next to push; written by the producer */
+    char after_tail[64];
 };
 
 pd_status pd_queue_create(size_t item_bytes, uint32_t items_max, pd_queue **queue_out)
@@ -27,7 +32,8 @@ pd_status pd_queue_create(size_t item_bytes, uint32_t items_max, pd_queue **queu
     if (queue == NULL)
         return PD_E_NOMEM;
     queue->item_bytes = item_bytes;
-    queue->items_max = rounded;
+    queue->items_max = items_max;
+    queue->mask = rounded - 1;
     queue->items = pd_calloc(rounded, item_bytes);
     queue->fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     if (queue->items == NULL || queue->fd < 0) {
@@ -54,7 +60,7 @@ pd_status pd_queue_push(pd_queue *queue, const void *item)
     uint32_t tail = atomic_load_explicit(&queue->tail, memory_order_relaxed);
     if (tail - atomic_load_explicit(&queue->head, memory_order_acquire) == queue->items_max)
         return PD_E_OVERLOAD;
-    memcpy(queue->items + (size_t)(tail & (queue->items_max - 1)) * queue->item_bytes, item,
+    memcpy(queue->items + (size_t)(tail & queue->mask) * queue->item_bytes, item,
            queue->item_bytes);
     atomic_store_explicit(&queue->tail, tail + 1, memory_order_release);
     uint64_t one = 1;
@@ -68,7 +74,7 @@ pd_status pd_queue_pop(pd_queue *queue, void *item_out)
     uint32_t head = atomic_load_explicit(&queue->head, memory_order_relaxed);
     if (head == atomic_load_explicit(&queue->tail, memory_order_acquire))
         return PD_E_AGAIN;
-    memcpy(item_out, queue->items + (size_t)(head & (queue->items_max - 1)) * queue->item_bytes,
+    memcpy(item_out, queue->items + (size_t)(head & queue->mask) * queue->item_bytes,
            queue->item_bytes);
     atomic_store_explicit(&queue->head, head + 1, memory_order_release);
     return PD_OK;
