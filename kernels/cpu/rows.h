@@ -28,7 +28,7 @@ static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_firs
     for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
         size_t at = (size_t)row * acts->cols + col;
         v16 low = v_load(acts->values + at), high = v_load(acts->values + at + 16);
-        float amax = v_max_of(v_max(v_abs(low), v_max(v_abs(high), v_zero())));
+        float amax = kern_float_of(v_imax_of(v_bits(v_abs(low)), v_bits(v_abs(high))));
         bool plain = amax >= 1e-35f && amax <= 3e38f;
         v16 inverse = v_set(plain ? 127.0f / amax : 0);
         v16 magic = v_set(KERN_EXP_MAGIC);
@@ -37,7 +37,7 @@ static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_firs
         v16i low_quants = v_isub(v_bits(low), v_bits(magic));
         v16i high_quants = v_isub(v_bits(high), v_bits(magic));
         int32_t sum = v_isum(low_quants) + v_isum(high_quants);
-        float scale = plain ? amax / 127.0f : amax > 1 ? amax : 0;
+        float scale = plain ? amax / 127.0f : amax < 1 ? 0 : amax;
         v_store_i8(acts->quants + at, low_quants);
         v_store_i8(acts->quants + at + 16, high_quants);
         acts->scales[at / KERN_BLOCK] = scale;

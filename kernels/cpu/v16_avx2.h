@@ -153,6 +153,13 @@ V_INLINE int32_t v_isum(v16i x)
     b = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
 }
+V_INLINE uint32_t v_imax_of(v16i x, v16i y)
+{
+    __m256i a = _mm256_max_epu32(_mm256_max_epu32(x.a, x.b), _mm256_max_epu32(y.a, y.b));
+    __m128i b = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
 V_INLINE float v_max_of(v16 x)
 {
     __m256 a = _mm256_max_ps(x.a, x.b);

@@ -131,6 +131,11 @@ V_INLINE int32_t v_isum(v16i x)
 {
     return _mm512_reduce_add_epi32(x);
 }
+/* The largest of two vectors of integers that are not negative. */
+V_INLINE uint32_t v_imax_of(v16i x, v16i y)
+{
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(x, y));
+}
 V_INLINE float v_max_of(v16 x)
 {
     return _mm512_reduce_max_ps(x);

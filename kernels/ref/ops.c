@@ -31,12 +31,15 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
     for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
         size_t at = (size_t)row * acts->cols + col;
         const float *x = acts->values + at;
-        float amax = 0;
+        uint32_t amax_bits = 0; /* ordered as |x| is, and a NaN is above everything */
         int32_t sum = 0;
 
-        for (int i = 0; i < KERN_BLOCK; i++)
-            amax = fabsf(x[i]) > amax ? fabsf(x[i]) : amax;
-        /* Nothing there, or nothing sensible: an infinite scale makes the result show it. */
+        for (int i = 0; i < KERN_BLOCK; i++) {
+            uint32_t bits = kern_bits_of(x[i]) & 0x7fffffff;
+            amax_bits = bits > amax_bits ? bits : amax_bits;
+        }
+        float amax = kern_float_of(amax_bits);
+        /* Nothing there, or nothing sensible: a scale that is no number makes the result show it. */
         bool plain = amax >= 1e-35f && amax <= 3e38f;
         float inverse = plain ? 127.0f / amax : 0;
         for (int i = 0; i < KERN_BLOCK; i++) {
@@ -46,7 +49,7 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
             acts->quants[at + (size_t)i] = (int8_t)quant;
             sum += (int8_t)quant;
         }
-        float scale = plain ? amax / 127.0f : amax > 1 ? amax : 0;
+        float scale = plain ? amax / 127.0f : amax < 1 ? 0 : amax;
         acts->scales[at / KERN_BLOCK] = scale;
         acts->sums[at / KERN_BLOCK] = scale * (float)sum;
         acts->quant_sums[at / KERN_BLOCK] = sum;

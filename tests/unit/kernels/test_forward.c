@@ -1,0 +1,349 @@
+/* The forward pass gives the same bits whatever the company, the chunks, the threads and the
+ * instruction set. */
+
+#include "kernels/backend.h"
+#include "kernels/model/engine.h"
+#include "tests/unit/kernels/tiny_model.h"
+
+#include "common/base/hash.h"
+#include "common/base/mem.h"
+
+#include <poll.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define TOKENS    531 /* more than two splits of 256, and no whole tile */
+#define BLOCKS    256
+#define SEQUENCES 8
+
+static pd_model_file *file;
+static pd_kv_layout layout;
+static uint32_t tokens[TOKENS];
+static float *expected; /* [TOKENS][TINY_VOCAB], the reference in one chunk */
+
+typedef struct rig {
+    kern_model *model;
+    void *pool;
+    pd_block blocks[BLOCKS];
+} rig;
+
+static rig rig_make(const char *device, uint32_t threads)
+{
+    kern_options options = {.device = device,
+                            .threads = threads,
+                            .context_max = 1024,
+                            .rows_max = 600,
+                            .logits_rows_max = 600};
+    rig r = {0};
+
+    assert_int_equal(kern_model_create(file, &options, &r.model), PD_OK);
+    r.pool = pd_malloc(layout.pool_bytes);
+    memset(r.pool, 0xff, layout.pool_bytes); /* f16 NaN: what was not written must not be read */
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        r.blocks[i] = i * 101 % BLOCKS;
+    return r;
+}
+
+static void rig_end(rig *r)
+{
+    kern_model_destroy(r->model);
+    pd_free(r->pool);
+}
+
+static void step(rig *r, const kern_slice *slices, uint32_t count)
+{
+    kern_step run = {.layout = &layout, .pool = r->pool, .slices = slices, .slices_count = count};
+    assert_int_equal(kern_model_step(r->model, &run), PD_OK);
+}
+
+/* All logits of the text, in chunks. */
+static void run_text(rig *r, uint32_t chunk, float *logits)
+{
+    for (uint32_t first = 0; first < TOKENS; first += chunk) {
+        uint32_t count = TOKENS - first < chunk ? TOKENS - first : chunk;
+        kern_slice slice = {.tokens = tokens + first,
+                            .count = count,
+                            .position = first,
+                            .blocks = r->blocks,
+                            .logits = logits + (size_t)first * TINY_VOCAB};
+        step(r, &slice, 1);
+    }
+}
+
+static int set_up(void **state)
+{
+    uint64_t seed = 7;
+
+    (void)state;
+    file = tiny_open();
+    layout = tiny_layout(file, BLOCKS);
+    for (uint32_t i = 0; i < TOKENS; i++)
+        tokens[i] = (uint32_t)(pd_random_next(&seed) % TINY_VOCAB);
+    expected = pd_malloc(sizeof(float) * TOKENS * TINY_VOCAB);
+    rig r = rig_make("cpu-ref", 1);
+    run_text(&r, TOKENS, expected);
+    rig_end(&r);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    pd_free(expected);
+    pd_model_file_close(file);
+    return pd_mem_live() == 0 ? 0 : -1;
+}
+
+static bool usable(const kern_backend *backend)
+{
+    char reason[128];
+    return backend->probe(reason, sizeof reason) > 0;
+}
+
+static void logits_are_equal_for_every_backend_thread_count_and_chunk(void **state)
+{
+    static const uint32_t chunks[] = {1, 16, 100, 512, TOKENS};
+    float *logits = pd_malloc(sizeof(float) * TOKENS * TINY_VOCAB);
+
+    (void)state;
+    for (uint32_t i = 0; kern_backend_at(i) != NULL; i++) {
+        for (uint32_t threads = 1; usable(kern_backend_at(i)) && threads <= 3; threads++) {
+            rig r = rig_make(kern_backend_at(i)->name, threads);
+            for (size_t c = 0; c < sizeof chunks / sizeof *chunks; c++) {
+                memset(r.pool, 0xff, layout.pool_bytes);
+                memset(logits, 0, sizeof(float) * TOKENS * TINY_VOCAB);
+                run_text(&r, chunks[c], logits);
+                assert_memory_equal(logits, expected, sizeof(float) * TOKENS * TINY_VOCAB);
+            }
+            rig_end(&r);
+        }
+    }
+    pd_free(logits);
+}
+
+/* Sequence s has the text's first 17 s + 1 tokens in blocks of its own; all take the next token in
+ * one step, in which one of them takes a chunk of 40. */
+static void a_row_is_the_same_alone_and_in_a_batch(void **state)
+{
+    static float logits[SEQUENCES][TINY_VOCAB];
+    kern_slice slices[SEQUENCES];
+
+    (void)state;
+    for (uint32_t i = 0; kern_backend_at(i) != NULL; i++) {
+        if (!usable(kern_backend_at(i)))
+            continue;
+        rig r = rig_make(kern_backend_at(i)->name, 2);
+        for (uint32_t s = 0; s < SEQUENCES; s++) {
+            kern_slice prompt = {.tokens = tokens,
+                                 .count = 17 * s + 1,
+                                 .blocks = r.blocks + 16 * s,
+                                 .logits_from = 17 * s + 1};
+            step(&r, &prompt, 1);
+        }
+        for (uint32_t mixed = 0; mixed < 2; mixed++) {
+            for (uint32_t s = 0; s < SEQUENCES; s++) {
+                uint32_t count = mixed == 1 && s == 3 ? 40 : 1;
+                slices[s] = (kern_slice){.tokens = tokens + 17 * s + 1,
+                                         .count = count,
+                                         .position = 17 * s + 1,
+                                         .blocks = r.blocks + 16 * s,
+                                         .logits_from = count - 1,
+                                         .logits = logits[s]};
+            }
+            step(&r, slices, SEQUENCES);
+            for (uint32_t s = 0; s < SEQUENCES; s++)
+                assert_memory_equal(logits[s],
+                                    expected + (size_t)(17 * s + slices[s].count) * TINY_VOCAB,
+                                    sizeof logits[s]);
+        }
+        rig_end(&r);
+    }
+}
+
+typedef struct group_log {
+    uint32_t groups[16];
+    uint32_t count;
+} group_log;
+
+static void note_group(void *ctx, uint32_t group)
+{
+    group_log *seen = ctx;
+    seen->groups[seen->count++ % 16] = group;
+}
+
+static void each_group_is_reported_once_and_in_order(void **state)
+{
+    rig r = rig_make("cpu", 2);
+
+    (void)state;
+    for (uint32_t count = 1; count < 40; count += 19) {
+        for (uint32_t wanted = 0; wanted < 2; wanted++) {
+            static float logits[TINY_VOCAB];
+            group_log seen = {.count = 0};
+            kern_slice slice = {.tokens = tokens,
+                                .count = count,
+                                .blocks = r.blocks,
+                                .logits_from = count - wanted,
+                                .logits = wanted ? logits : NULL};
+            kern_step run = {.layout = &layout,
+                             .pool = r.pool,
+                             .slices = &slice,
+                             .slices_count = 1,
+                             .group_done = note_group,
+                             .group_done_ctx = &seen};
+            assert_int_equal(kern_model_step(r.model, &run), PD_OK);
+            assert_int_equal(seen.count, layout.groups);
+            for (uint32_t g = 0; g < seen.count; g++)
+                assert_int_equal(seen.groups[g], g);
+        }
+    }
+    rig_end(&r);
+}
+
+static void what_is_out_of_range_is_refused(void **state)
+{
+    rig r = rig_make("cpu", 1);
+    uint32_t bad_token = TINY_VOCAB;
+    kern_slice slices[2] = {
+        {.tokens = &bad_token, .count = 1, .blocks = r.blocks, .logits_from = 1},
+        {.tokens = tokens, .count = 10, .position = 1015, .blocks = r.blocks, .logits_from = 10},
+    };
+
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        kern_step run = {
+            .layout = &layout, .pool = r.pool, .slices = &slices[i], .slices_count = 1};
+        assert_int_equal(kern_model_step(r.model, &run), PD_E_INVALID);
+    }
+    rig_end(&r);
+    kern_options options = {
+        .device = "cpu-none", .context_max = 1, .rows_max = 1, .logits_rows_max = 1};
+    assert_int_equal(kern_model_create(file, &options, &r.model), PD_E_UNSUPPORTED);
+}
+
+static void broken_numbers_are_an_error_not_an_answer(void **state)
+{
+    static float logits[TINY_VOCAB];
+    rig r = rig_make("cpu", 1);
+    kern_slice slice = {.tokens = tokens,
+                        .count = 1,
+                        .position = 16, /* positions before it hold NaN */
+                        .blocks = r.blocks,
+                        .logits = logits};
+    kern_step run = {.layout = &layout, .pool = r.pool, .slices = &slice, .slices_count = 1};
+
+    (void)state;
+    assert_int_equal(kern_model_step(r.model, &run), PD_E_INTERNAL);
+    rig_end(&r);
+}
+
+static void creation_survives_every_failed_allocation(void **state)
+{
+    kern_options options = {
+        .device = "cpu", .threads = 2, .context_max = 64, .rows_max = 8, .logits_rows_max = 2};
+    kern_model *model = NULL;
+
+    (void)state;
+    for (long n = 0; model == NULL; n++) {
+        pd_mem_fail_at(n);
+        pd_status status = kern_model_create(file, &options, &model);
+        pd_mem_fail_at(-1);
+        assert_int_equal(status, model == NULL ? PD_E_NOMEM : PD_OK);
+        assert_true(n < 100);
+    }
+    kern_model_destroy(model);
+}
+
+static kern_job *wait_job(kern_engine *engine)
+{
+    kern_job *job = NULL;
+
+    while (kern_engine_poll(engine, &job) == PD_E_AGAIN) {
+        struct pollfd ready = {.fd = kern_engine_fd(engine), .events = POLLIN};
+        assert_int_equal(poll(&ready, 1, 20000), 1);
+    }
+    return job;
+}
+
+static kern_engine *engine_make(rig *r)
+{
+    kern_options options = {
+        .device = "cpu", .threads = 1, .context_max = 1024, .rows_max = 600, .logits_rows_max = 4};
+    kern_engine *engine = NULL;
+
+    assert_int_equal(kern_engine_create(file, &options, &layout, r->pool, &engine), PD_OK);
+    return engine;
+}
+
+static void engine_hands_jobs_back_in_order_with_their_tokens(void **state)
+{
+    rig r = rig_make("cpu", 1);
+    kern_engine *engine = engine_make(&r);
+    kern_job_slice slices[6];
+    kern_job jobs[6];
+
+    (void)state;
+    for (uint32_t i = 0; i < 6; i++) {
+        slices[i] = (kern_job_slice){.slice = {.tokens = tokens + 10 * i,
+                                               .count = 10,
+                                               .position = 10 * i,
+                                               .blocks = r.blocks},
+                                     .want_token = true};
+        jobs[i] = (kern_job){.slices = &slices[i], .slices_count = 1, .user = &slices[i]};
+        assert_int_equal(kern_engine_submit(engine, &jobs[i]), PD_OK);
+    }
+    for (uint32_t i = 0; i < 6; i++) {
+        kern_sampling greedy = {.temperature = 0};
+        const float *logits = expected + (size_t)(10 * i + 9) * TINY_VOCAB;
+        assert_ptr_equal(wait_job(engine), &jobs[i]);
+        assert_int_equal(jobs[i].status, PD_OK);
+        assert_true(jobs[i].finished_ns >= jobs[i].started_ns && jobs[i].started_ns > 0);
+        assert_int_equal(slices[i].token_out, kern_sample(&greedy, logits, TINY_VOCAB, 0, NULL));
+    }
+    kern_engine_destroy(engine);
+    rig_end(&r);
+}
+
+static void engine_refuses_when_eight_wait_and_ends_with_work_left(void **state)
+{
+    enum { JOBS = 12 };
+    rig r = rig_make("cpu", 1);
+    kern_engine *engine = engine_make(&r);
+    kern_job_slice slices[JOBS];
+    kern_job jobs[JOBS];
+    uint32_t refused = 0;
+
+    (void)state;
+    for (uint32_t i = 0; i < JOBS; i++) {
+        slices[i] = (kern_job_slice){
+            .slice = {
+                .tokens = tokens, .count = TOKENS, .blocks = r.blocks, .logits_from = TOKENS}};
+        jobs[i] = (kern_job){.slices = &slices[i], .slices_count = 1};
+        pd_status status = kern_engine_submit(engine, &jobs[i]);
+        assert_true(status == PD_OK || status == PD_E_OVERLOAD);
+        refused += status == PD_E_OVERLOAD;
+    }
+    assert_true(refused >= 1); /* 12 jobs of milliseconds against one started and eight waiting */
+    kern_engine_destroy(engine);
+    rig_end(&r);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(logits_are_equal_for_every_backend_thread_count_and_chunk),
+        cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
+        cmocka_unit_test(each_group_is_reported_once_and_in_order),
+        cmocka_unit_test(what_is_out_of_range_is_refused),
+        cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
+        cmocka_unit_test(creation_survives_every_failed_allocation),
+        cmocka_unit_test(engine_hands_jobs_back_in_order_with_their_tokens),
+        cmocka_unit_test(engine_refuses_when_eight_wait_and_ends_with_work_left),
+    };
+    return cmocka_run_group_tests(tests, set_up, tear_down);
+}

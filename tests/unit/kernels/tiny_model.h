@@ -1,0 +1,21 @@
+#pragma once
+
+/* tests/unit/kernels/tiny_model.h - a model of a few thousand weights, written as a GGUF file.
+ *
+ * Every matrix format occurs in it, and no size is a round number where it need not be. */
+
+#include "common/kv/layout.h"
+#include "common/model_file/model_file.h"
+
+#define TINY_VOCAB 203
+
+/* Random bytes that are sound blocks of the format; rows of cols weights. For tests of single
+ * operations as well. outliers: some weights far larger than the rest. */
+void tiny_fill(pd_dtype dtype, uint64_t seed, uint32_t rows, uint32_t cols, void *out);
+/* A value in [-1, 1), one in 50 forty times as large. */
+float tiny_random(uint64_t *state);
+
+/* Writes the file to a temporary path and opens it; aborts on failure. */
+pd_model_file *tiny_open(void);
+/* A layout for it, with blocks of 16 tokens and groups of one layer. */
+pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks);
