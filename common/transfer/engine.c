@@ -16,6 +16,8 @@ enum {
     CONTROL_MAX = 1024,
     WINDOW_DEFAULT = 128, /* puts in flight, a peer */
     WINDOW_MAX = 4096,
+    /* A notice waits behind what the carrier has queued: on tcp more than this only adds latency */
+    BYTES_IN_FLIGHT_MAX = 8 << 20,
     PROGRESS_MAX = 64, /* rounds before the queues are looked at again */
     /* Wake-ups late by seconds have been reported for UCX; never sleep longer than this. */
     SLEEP_MS = 50,
@@ -47,7 +49,8 @@ typedef struct peer_record {
     pd_engine_batch *batches_head, *batches_tail; /* flush asked for */
     uint32_t batch_next;
     uint32_t put_next, put_oldest; /* puts in [oldest, next) are not known to be done */
-    unsigned char *put_done;       /* [window], by put number */
+    uint64_t *put_bytes;           /* [window], by put number; 0 when it is done */
+    uint64_t bytes_in_flight;
 
     /* of the batch that is being put together */
     uint64_t bytes, first_put_ns, post_ns;
@@ -66,8 +69,8 @@ struct pd_engine {
     uint64_t stall_ns;
 
     pd_queue *control, *op_queue, *events;
-    peer_record *peers;        /* [peers_max] */
-    unsigned char *done_rings; /* [peers_max][window] */
+    peer_record *peers; /* [peers_max] */
+    uint64_t *rings;    /* [peers_max][window] */
     op_node *nodes, *nodes_free;
     pd_engine_event *backlog_head, *backlog_tail;
     pd_engine_batch *zombies; /* their message may still be read by the carrier */
@@ -193,8 +196,11 @@ static void peer_break(pd_engine *engine, pd_peer index, pd_status status)
 
 static void put_is_done(pd_engine *engine, peer_record *peer, uint32_t number)
 {
-    peer->put_done[number % engine->window] = 1;
-    while (peer->put_oldest != peer->put_next && peer->put_done[peer->put_oldest % engine->window])
+    uint64_t *bytes = &peer->put_bytes[number % engine->window];
+    peer->bytes_in_flight -= *bytes;
+    *bytes = 0;
+    while (peer->put_oldest != peer->put_next &&
+           peer->put_bytes[peer->put_oldest % engine->window] == 0)
         peer->put_oldest++;
     peer->moved_ns = engine->now_ns;
 }
@@ -235,11 +241,16 @@ static void on_flush_done(void *ctx, uint64_t token, pd_status status)
     peer->moved_ns = engine->now_ns;
 }
 
-static void batch_pop(peer_record *peer)
+/* Ends the batches that are through, in their order. */
+static void batches_reap(pd_engine *engine, peer_record *peer)
 {
-    peer->batches_head = peer->batches_head->next;
-    if (peer->batches_head == NULL)
-        peer->batches_tail = NULL;
+    while (peer->batches_head != NULL && peer->batches_head->done) {
+        pd_engine_batch *batch = peer->batches_head;
+        peer->batches_head = batch->next;
+        if (peer->batches_head == NULL)
+            peer->batches_tail = NULL;
+        batch_end(engine, batch, PD_OK);
+    }
 }
 
 static void on_send_done(void *ctx, uint64_t token, pd_status status)
@@ -253,13 +264,13 @@ static void on_send_done(void *ctx, uint64_t token, pd_status status)
         peer->broken = true;
         return;
     }
-    pd_engine_batch *batch = peer->batches_head;
-    if (batch == NULL || batch->number != (uint32_t)token)
+    pd_engine_batch *batch = batch_numbered(peer, (uint32_t)token);
+    if (batch == NULL)
         return; /* it failed meanwhile */
     batch->sending = false;
+    batch->done = true;
     peer->moved_ns = engine->now_ns;
-    batch_pop(peer);
-    batch_end(engine, batch, PD_OK);
+    batches_reap(engine, peer);
 }
 
 static void on_opened(void *ctx, pd_peer index, pd_status status, const char *lane)
@@ -344,7 +355,7 @@ static void control_connect(pd_engine *engine, const pd_engine_control *control)
         .event_up = control->events[0],
         .event_down = control->events[1],
         .event_closed = control->events[2],
-        .put_done = peer->put_done,
+        .put_bytes = peer->put_bytes,
         .moved_ns = engine->now_ns,
     };
     pd_status status = engine->ops->open(engine->carrier, control->peer, control->address,
@@ -435,7 +446,8 @@ static void start_put(pd_engine *engine, pd_peer index, const pd_engine_op *op)
     if (peer->first_put_ns == 0)
         peer->first_put_ns = start_ns;
     uint32_t number = peer->put_next++;
-    peer->put_done[number % engine->window] = 0;
+    peer->put_bytes[number % engine->window] = op->bytes;
+    peer->bytes_in_flight += op->bytes;
     pd_status status =
         engine->ops->put(engine->carrier, index, op->source_offset, op->target_offset, op->bytes,
                          token_of(engine, index, number));
@@ -472,13 +484,20 @@ static void start_batch(pd_engine *engine, pd_peer index, pd_engine_batch *batch
         peer->broken = true;
 }
 
+static bool has_room(const pd_engine *engine, const peer_record *peer, uint64_t bytes)
+{
+    if (peer->put_next - peer->put_oldest >= engine->window)
+        return false;
+    return peer->bytes_in_flight == 0 || peer->bytes_in_flight + bytes <= BYTES_IN_FLIGHT_MAX;
+}
+
 static bool pump_ops(pd_engine *engine, pd_peer index)
 {
     peer_record *peer = &engine->peers[index];
     bool any = false;
     while (peer->ops_head != NULL && !peer->broken) {
         op_node *node = peer->ops_head;
-        if (node->op.kind == PD_ENGINE_PUT && peer->put_next - peer->put_oldest >= engine->window)
+        if (node->op.kind == PD_ENGINE_PUT && !has_room(engine, peer, node->op.bytes))
             break;
         peer->ops_head = node->next;
         if (peer->ops_head == NULL)
@@ -499,10 +518,11 @@ static bool pump_batches(pd_engine *engine, pd_peer index)
 {
     peer_record *peer = &engine->peers[index];
     bool any = false;
-    while (peer->batches_head != NULL && !peer->broken) {
-        pd_engine_batch *batch = peer->batches_head;
-        if (batch->sending || !batch->flushed ||
-            (int32_t)(peer->put_oldest - batch->puts_until) < 0)
+    /* not one at a time: each message waits behind the puts that the carrier has queued already */
+    for (pd_engine_batch *batch = peer->batches_head; batch != NULL; batch = batch->next) {
+        if (batch->sending || batch->done)
+            continue;
+        if (peer->broken || !batch->flushed || (int32_t)(peer->put_oldest - batch->puts_until) < 0)
             break;
         if (batch->first_put_ns != 0)
             batch->sent->wire_ns = pd_clock_now_ns() - batch->first_put_ns;
@@ -511,15 +531,13 @@ static bool pump_batches(pd_engine *engine, pd_peer index)
         pd_status status = engine->ops->send(engine->carrier, index, batch->message, batch->len,
                                              token_of(engine, index, batch->number));
         if (status == PD_E_AGAIN)
-            break;
+            continue;
         batch->sending = false;
-        if (status != PD_OK) {
+        batch->done = status == PD_OK;
+        if (status != PD_OK)
             peer->broken = true;
-            break;
-        }
-        batch_pop(peer);
-        batch_end(engine, batch, PD_OK);
     }
+    batches_reap(engine, peer);
     return any;
 }
 
@@ -700,12 +718,12 @@ static pd_status allocate(pd_engine *engine)
     if (status != PD_OK)
         return status;
     engine->peers = pd_calloc(engine->peers_max, sizeof *engine->peers);
-    engine->done_rings = pd_calloc(engine->peers_max, engine->window);
+    engine->rings = pd_calloc(engine->peers_max, engine->window * sizeof *engine->rings);
     engine->nodes = pd_calloc(OPS_MAX, sizeof *engine->nodes);
-    if (engine->peers == NULL || engine->done_rings == NULL || engine->nodes == NULL)
+    if (engine->peers == NULL || engine->rings == NULL || engine->nodes == NULL)
         return PD_E_NOMEM;
     for (pd_peer i = 0; i < engine->peers_max; i++)
-        engine->peers[i].put_done = engine->done_rings + (size_t)i * engine->window;
+        engine->peers[i].put_bytes = engine->rings + (size_t)i * engine->window;
     for (int i = 0; i < OPS_MAX; i++)
         node_free(engine, &engine->nodes[i]);
     return PD_OK;
@@ -810,7 +828,7 @@ void pd_engine_destroy(pd_engine *engine)
     pthread_cond_destroy(&engine->started);
     pthread_mutex_destroy(&engine->lock);
     pd_free(engine->peers);
-    pd_free(engine->done_rings);
+    pd_free(engine->rings);
     pd_free(engine->nodes);
     pd_free(engine);
 }

@@ -30,7 +30,9 @@ typedef struct pd_engine_batch {
     pd_engine_event *sent; /* the event it ends in */
     uint32_t number;       /* of the peer's batches */
     uint32_t puts_until;   /* the put number after its last one */
-    bool flushed, sending;
+    bool flushed;          /* the flush after its puts is done */
+    bool sending;          /* the carrier has the message and may still read it */
+    bool done;
     uint64_t first_put_ns; /* 0: no put */
     size_t len;
     unsigned char message[]; /* as it goes over the wire */

@@ -12,7 +12,7 @@
  * A put names a peer, a run of source bytes in the own pool and where it goes in the peer's. After
  * its puts a caller sends a notice; it is delivered at the peer only after every put posted before
  * it to that peer has landed, and is not sent at all when one of them failed. So a notice that
- * arrives means that its bytes are there. */
+ * arrives means that its bytes are there. Notices may overtake each other. */
 
 #include "common/base/status.h"
 
@@ -30,7 +30,8 @@ typedef struct pd_transfer_options {
     const char *device;    /* network device for tcp, such as "lo"; NULL: lo */
     uint64_t pool_bytes;
     uint32_t peers_max;
-    uint32_t puts_in_flight_max; /* a peer; 0: 128; rounded up to a power of two, at most 4096 */
+    uint32_t puts_in_flight_max; /* a peer; 0: 128; rounded up to a power of two, at most 4096. No
+                                    more than 8 MiB are in flight to a peer in any case */
     uint32_t stall_ms;           /* a peer to which nothing moves for so long is down; 0: 5000 */
 } pd_transfer_options;
 

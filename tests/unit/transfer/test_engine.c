@@ -41,8 +41,8 @@ static struct {
     pd_status put_now, flush_now, send_now; /* returned; PD_E_AGAIN keeps the operation */
     bool never_closes;
     bool break_peer; /* in the next progress */
-    const void *receive;
-    size_t receive_len;
+    unsigned char receive[64];
+    size_t receive_len; /* SIZE_MAX: nothing */
     kept_op ops[OPS_KEPT];
     uint32_t ops_count;
     uint32_t puts, flushes, sends;
@@ -118,16 +118,17 @@ static bool scripted_progress(pd_carrier *carrier)
     }
     pthread_mutex_lock(&script.lock);
     bool broken = script.break_peer;
-    const void *receive = script.receive;
+    unsigned char receive[sizeof script.receive];
     size_t receive_len = script.receive_len;
+    memcpy(receive, script.receive, sizeof receive);
     script.break_peer = false;
-    script.receive = NULL;
+    script.receive_len = SIZE_MAX;
     pthread_mutex_unlock(&script.lock);
     if (broken)
         carrier->events->broken(carrier->engine, 0);
-    if (receive != NULL)
+    if (receive_len != SIZE_MAX)
         carrier->events->received(carrier->engine, receive, receive_len);
-    return broken || receive != NULL;
+    return broken || receive_len != SIZE_MAX;
 }
 
 static bool scripted_arm(pd_carrier *carrier)
@@ -251,7 +252,7 @@ static pd_engine *engine_create(uint32_t window, uint32_t stall_ms)
     pthread_mutex_lock(&script.lock);
     script.put_now = script.flush_now = script.send_now = PD_E_AGAIN;
     script.never_closes = script.break_peer = false;
-    script.receive = NULL;
+    script.receive_len = SIZE_MAX;
     script.ops_count = script.puts = script.flushes = script.sends = 0;
     pthread_mutex_unlock(&script.lock);
     pd_transfer_options transfer = {
@@ -502,7 +503,8 @@ static void a_broken_connection_is_told_once(void **state)
 static void receive(const void *bytes, size_t len)
 {
     pthread_mutex_lock(&script.lock);
-    script.receive = bytes;
+    assert_true(len <= sizeof script.receive);
+    memcpy(script.receive, bytes, len);
     script.receive_len = len;
     pthread_mutex_unlock(&script.lock);
     complete('p', 0, PD_OK); /* wakes the engine */

@@ -91,6 +91,31 @@ static int receiver_main(const char *transport, int in, int out)
     return 0;
 }
 
+/* The other way round: writes to the address it reads from in, for ever. */
+static int sender_main(const char *transport, int in, int out)
+{
+    pd_log_init("sender", PD_LOG_ERROR);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    pd_transfer_options options = {
+        .backend = "ucx", .transport = transport, .pool_bytes = POOL_BYTES, .peers_max = 2};
+    pd_transfer *transfer = NULL;
+    unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
+    ssize_t bytes = read(in, address, sizeof address);
+    pd_peer peer;
+    if (bytes <= 0 || pd_transfer_create(&options, &transfer) != PD_OK ||
+        pd_transfer_connect(transfer, address, (size_t)bytes, 0, &peer) != PD_OK)
+        return 2;
+    for (uint32_t i = 0;; i++) {
+        while (pd_transfer_poll(transfer, &event) == PD_OK)
+            ;
+        if (pd_transfer_put(transfer, peer, i, 0, (i % 8) << 20, 1 << 20) != PD_OK ||
+            pd_transfer_notice(transfer, peer, i, &i, sizeof i) != PD_OK)
+            usleep(1000);
+        if (i == 1000 && write(out, "", 1) != 1)
+            return 3;
+    }
+}
+
 typedef struct receiver {
     pid_t pid;
     int in, out; /* ours: what we read, what we write */
@@ -109,7 +134,8 @@ static void read_all(int fd, void *bytes, size_t len)
     }
 }
 
-static receiver receiver_start(const char *transport)
+/* Starts this program again in a role, "receiver" or "sender". */
+static receiver process_start(const char *role, const char *transport)
 {
     int down[2], up[2];
     receiver r = {0};
@@ -122,13 +148,19 @@ static receiver receiver_start(const char *transport)
         close(up[0]);
         snprintf(in, sizeof in, "%d", down[0]);
         snprintf(out, sizeof out, "%d", up[1]);
-        execl("/proc/self/exe", "receiver", transport, in, out, (char *)NULL);
+        execl("/proc/self/exe", role, transport, in, out, (char *)NULL);
         _exit(127);
     }
     close(down[0]);
     close(up[1]);
     r.in = up[0];
     r.out = down[1];
+    return r;
+}
+
+static receiver receiver_start(const char *transport)
+{
+    receiver r = process_start("receiver", transport);
     read_all(r.in, &r.address_bytes, sizeof r.address_bytes);
     assert_true(r.address_bytes <= sizeof r.address);
     read_all(r.in, r.address, r.address_bytes);
@@ -366,6 +398,29 @@ static void a_killed_peer_is_noticed_and_its_successor_works(void **state)
     pd_transfer_destroy(transfer);
 }
 
+static void a_receiver_outlives_its_senders(void **state)
+{
+    pd_transfer *transfer = sender_create(transport_of(state), 0);
+    size_t bytes;
+    const void *address = pd_transfer_address(transfer, &bytes);
+    for (int i = 0; i < 3; i++) {
+        receiver sender = process_start("sender", transport_of(state));
+        assert_int_equal(write(sender.out, address, bytes), bytes);
+        uint32_t expected = 0, number;
+        for (int n = 0; n < 300; n++) {
+            expect(transfer, PD_TRANSFER_NOTICE, PD_OK);
+            assert_int_equal(event.notice_len, sizeof number);
+            memcpy(&number, event.notice, sizeof number);
+            assert_true(n == 0 || number > expected); /* in order */
+            expected = number;
+        }
+        receiver_kill(&sender); /* in the middle of writing */
+        while (next_event(transfer, 300))
+            assert_int_equal(event.kind, PD_TRANSFER_NOTICE);
+    }
+    pd_transfer_destroy(transfer);
+}
+
 static void connecting_to_a_dead_peer_fails_in_time(void **state)
 {
     pd_transfer *transfer = sender_create(transport_of(state), 1500);
@@ -566,9 +621,11 @@ static int nothing_is_left(void **state)
 int main(int argc, char **argv)
 {
     if (argc == 4)
-        return receiver_main(argv[1], atoi(argv[2]), atoi(argv[3]));
+        return (strcmp(argv[0], "sender") == 0 ? sender_main : receiver_main)(
+            argv[1], atoi(argv[2]), atoi(argv[3]));
     pd_log_init("test", getenv("TEST_LOG") != NULL ? PD_LOG_DEBUG : PD_LOG_ERROR);
     signal(SIGPIPE, SIG_IGN);
+    cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
     const struct CMUnitTest tests[] = {
         BOTH(all_bytes_are_there_when_the_notice_arrives),
         {"all_bytes_are_there_when_the_notice_arrives/auto",
@@ -576,6 +633,7 @@ int main(int argc, char **argv)
         BOTH(notices_of_any_length_arrive_in_order),
         BOTH(a_connection_works_after_idling),
         BOTH(a_killed_peer_is_noticed_and_its_successor_works),
+        BOTH(a_receiver_outlives_its_senders),
         BOTH(connecting_to_a_dead_peer_fails_in_time),
         BOTH(closing_fails_everything_under_way_at_once),
         {"a_peer_that_hangs_is_given_up_in_time/tcp", a_peer_that_hangs_is_given_up_in_time, NULL,
