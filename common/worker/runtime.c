@@ -1,0 +1,488 @@
+#include "common/worker/runtime.h"
+
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "common/base/loop.h"
+#include "common/base/mem.h"
+#include "common/kv/seal.h"
+#include "common/wire/bus.h"
+#include "common/worker/address.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#define TICK_NS   (20 * PD_NS_PER_MS)
+#define HELLO_NS  (300 * PD_NS_PER_MS)
+#define GRACE_NS  (7 * PD_NS_PER_S) /* a supervisor waits 10 seconds in all */
+#define CANCEL_NS PD_NS_PER_S       /* for what was cancelled to come to rest */
+
+enum { WARM_TOKENS = 16, EVENTS_A_TURN = 256 };
+
+typedef struct worker {
+    pd_worker_setup setup;
+    const pd_role_ops *ops;
+    pd_role_core *core;
+    pd_loop *loop;
+    pd_bus *bus;
+    pd_loop_timer *tick_timer, *beat_timer;
+    uint64_t layout_fingerprint;
+    unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX];
+    size_t address_len;
+    uint64_t router; /* that welcomed us; 0: none */
+    uint64_t router_heard_ns, hello_ns;
+    uint64_t beat_ns, lost_after_ns;
+    uint64_t sends_failed;
+    /* the warm-up */
+    uint32_t warm_tokens[WARM_TOKENS];
+    pd_block warm_block;
+    pd_step_slice warm_slice;
+    pd_step warm_step;
+    bool warm;
+    /* the end */
+    uint64_t drain_until_ns; /* 0: not draining */
+    bool cancelled;
+    int exit_status;
+    pd_transfer_event event;
+} worker;
+
+/* ---- the core's actions ---- */
+
+static void send_to_router(worker *w, const pd_message *message)
+{
+    pd_status status = pd_bus_send(w->bus, NULL, message);
+
+    if (status == PD_OK)
+        return;
+    /* Once at first, then whenever the count doubles. A heartbeat tells how things stand. */
+    w->sends_failed++;
+    if ((w->sends_failed & (w->sends_failed - 1)) == 0)
+        pd_log_warn("msg=\"a message to the router was not taken\" kind=%s status=%s failed=%llu",
+                    pd_message_name(message->kind), pd_status_name(status),
+                    (unsigned long long)w->sends_failed);
+}
+
+static void act_send(void *ctx, uint64_t router, const pd_message *message)
+{
+    worker *w = ctx;
+
+    if (router == w->router) /* another one's process is gone, and its requests with it */
+        send_to_router(w, message);
+}
+
+static void act_run(void *ctx, pd_step *step)
+{
+    worker *w = ctx;
+    const pd_worker_options *options = w->setup.options;
+    pd_step_group_fn *on_group = options->shipper == NULL ? NULL : options->shipper->on_group;
+    pd_status status = options->engine->run(w->setup.engine, step, on_group, w->setup.shipper);
+
+    pd_assert(status == PD_OK); /* one step of the core and one warm-up at most */
+}
+
+static pd_status act_connect(void *ctx, const void *address, size_t bytes, uint64_t tag,
+                             pd_peer *peer_out)
+{
+    worker *w = ctx;
+    pd_worker_address parsed;
+    pd_status status = pd_worker_address_unpack(address, bytes, &parsed);
+
+    if (status == PD_OK && parsed.layout_fingerprint != w->layout_fingerprint) {
+        pd_log_error("msg=\"a decode worker has another KV layout\" ours=%016llx theirs=%016llx",
+                     (unsigned long long)w->layout_fingerprint,
+                     (unsigned long long)parsed.layout_fingerprint);
+        return PD_E_MISMATCH;
+    }
+    if (status == PD_OK)
+        status = pd_transfer_connect(w->setup.transfer, parsed.transfer, parsed.transfer_len, tag,
+                                     peer_out);
+    if (status == PD_OK)
+        w->setup.options->shipper->set_peer(w->setup.shipper, *peer_out, parsed.blocks);
+    return status;
+}
+
+static void act_close(void *ctx, pd_peer peer)
+{
+    worker *w = ctx;
+
+    pd_transfer_close(w->setup.transfer, peer);
+}
+
+static pd_status act_notify(void *ctx, pd_peer peer, const pd_notice *notice)
+{
+    worker *w = ctx;
+
+    return w->setup.options->shipper->notify(w->setup.shipper, peer, notice);
+}
+
+static uint64_t act_seal(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
+                         pd_block block, uint32_t valid_tokens)
+{
+    worker *w = ctx;
+    pd_seal_place place = {
+        .request = pd_ship_seal_request(key),
+        .epoch = key->epoch,
+        .group = group,
+        .block_index = index,
+        .valid_tokens = valid_tokens,
+        .layout_fingerprint = w->layout_fingerprint,
+    };
+
+    return pd_seal_compute(&w->setup.layout, pd_transfer_pool(w->setup.transfer), block, &place, 0,
+                           w->setup.layout.kv_heads);
+}
+
+/* ---- words to the router ---- */
+
+static void say_hello(worker *w)
+{
+    const pd_worker_setup *s = &w->setup;
+    pd_message message = {.kind = PD_MSG_HELLO};
+    pd_msg_hello *hello = &message.hello;
+
+    hello->wire_version = PD_WIRE_VERSION;
+    snprintf(hello->name, sizeof hello->name, "%s", s->options->name);
+    hello->role = w->ops->role;
+    hello->role_epoch = 1;
+    hello->incarnation = s->incarnation;
+    snprintf(hello->model, sizeof hello->model, "%s", s->deployment.model.name);
+    hello->model_fingerprint = pd_model_file_fingerprint(s->model);
+    hello->layout_fingerprint = w->layout_fingerprint;
+    pd_kv_layout_describe(&s->layout, hello->layout, sizeof hello->layout);
+    hello->block_tokens = s->layout.block_tokens;
+    hello->context_max = s->context;
+    hello->max_batch = s->pool->max_batch;
+    hello->queue_max = s->pool->queue_max;
+    hello->blocks = s->layout.blocks;
+    snprintf(hello->backend, sizeof hello->backend, "%s", s->options->engine->backend(s->engine));
+    snprintf(hello->transfer, sizeof hello->transfer, "%s/%s", s->deployment.transfer.backend,
+             s->deployment.transfer.transport);
+    hello->transfer_address = w->address;
+    hello->transfer_address_len = w->address_len;
+    hello->pid = getpid();
+    w->hello_ns = pd_clock_now_ns();
+    /* Not there yet is how every cluster starts: no warning. */
+    if (pd_bus_send(w->bus, NULL, &message) != PD_OK)
+        pd_log_debug("msg=\"no router yet\"");
+}
+
+static void say_heartbeat(worker *w)
+{
+    pd_message message = {.kind = PD_MSG_HEARTBEAT};
+
+    w->ops->heartbeat(w->core, &message.heartbeat);
+    message.heartbeat.incarnation = w->setup.incarnation;
+    message.heartbeat.role_epoch = 1;
+    message.heartbeat.warm = w->warm;
+    send_to_router(w, &message);
+}
+
+/* ---- what comes in ---- */
+
+static void stop(worker *w, int exit_status)
+{
+    w->exit_status = exit_status;
+    pd_loop_stop(w->loop);
+}
+
+static void on_welcome(worker *w, const pd_msg_welcome *welcome)
+{
+    if (welcome->heartbeat_ms > 0)
+        w->beat_ns = welcome->heartbeat_ms * PD_NS_PER_MS;
+    if (welcome->lost_after_ms > 0)
+        w->lost_after_ns = welcome->lost_after_ms * PD_NS_PER_MS;
+    if (w->router != welcome->router)
+        pd_log_info("msg=\"welcomed\" router=%016llx heartbeat_ms=%u lost_after_ms=%u",
+                    (unsigned long long)welcome->router, welcome->heartbeat_ms,
+                    welcome->lost_after_ms);
+    w->router = welcome->router;
+    say_heartbeat(w);
+    pd_loop_timer_arm(w->beat_timer, pd_clock_now_ns() + w->beat_ns);
+}
+
+static void on_message(void *ctx, const char *from, const pd_message *message)
+{
+    worker *w = ctx;
+    uint64_t now_ns = pd_clock_now_ns();
+
+    (void)from;
+    if (message->kind == PD_MSG_REFUSED) {
+        pd_log_error("msg=\"the router refuses this worker: %s\"", message->refused.reason);
+        stop(w, 2);
+        return;
+    }
+    if (message->kind == PD_MSG_WELCOME)
+        on_welcome(w, &message->welcome);
+    if (message->kind == PD_MSG_ROUTER_HEARTBEAT && message->router_heartbeat.router != w->router) {
+        /* Another process answers at this address, and it does not know us. */
+        w->router = 0;
+        if (now_ns >= w->hello_ns + HELLO_NS)
+            say_hello(w);
+        return;
+    }
+    if (w->router == 0)
+        return;
+    w->router_heard_ns = now_ns;
+    w->ops->on_message(w->core, w->router, message, now_ns);
+}
+
+static void on_engine(void *ctx, uint32_t epoll_events)
+{
+    worker *w = ctx;
+    pd_step *step;
+
+    (void)epoll_events;
+    while (w->setup.options->engine->poll(w->setup.engine, &step) == PD_OK) {
+        if (step != &w->warm_step) {
+            w->ops->on_step_done(w->core, step, pd_clock_now_ns());
+            continue;
+        }
+        if (step->status != PD_OK) {
+            pd_log_error("msg=\"the warm-up step failed\" status=%s", pd_status_name(step->status));
+            stop(w, 1);
+            return;
+        }
+        w->warm = true;
+        pd_log_info("msg=\"warm\" first_step_ms=%.1f",
+                    (double)(step->finished_ns - step->started_ns) / 1e6);
+        if (w->router != 0)
+            say_heartbeat(w);
+    }
+}
+
+static void on_transfer(void *ctx, uint32_t epoll_events)
+{
+    worker *w = ctx;
+
+    (void)epoll_events; /* level-triggered: what is left comes next turn */
+    for (int i = 0; i < EVENTS_A_TURN; i++) {
+        if (pd_transfer_poll(w->setup.transfer, &w->event) != PD_OK)
+            return;
+        w->ops->on_transfer(w->core, &w->event, pd_clock_now_ns());
+    }
+}
+
+/* ---- time ---- */
+
+static void leave(worker *w)
+{
+    pd_message message = {.kind = PD_MSG_BYE, .bye = {.incarnation = w->setup.incarnation}};
+
+    if (w->router != 0)
+        send_to_router(w, &message);
+    pd_log_info("msg=\"leaves\"");
+    stop(w, 0);
+}
+
+static void go_on_draining(worker *w, uint64_t now_ns)
+{
+    if (w->ops->idle(w->core)) {
+        leave(w);
+    } else if (now_ns >= w->drain_until_ns && !w->cancelled) {
+        pd_log_warn("msg=\"the grace is over; what is left is cancelled\"");
+        w->cancelled = true;
+        w->drain_until_ns = now_ns + CANCEL_NS;
+        w->ops->cancel_all(w->core, now_ns);
+    } else if (now_ns >= w->drain_until_ns) {
+        leave(w);
+    }
+}
+
+static void on_tick(void *ctx)
+{
+    worker *w = ctx;
+    uint64_t now_ns = pd_clock_now_ns();
+
+    w->ops->on_tick(w->core, now_ns);
+    if (w->router != 0 && now_ns > w->router_heard_ns + w->lost_after_ns) {
+        pd_log_warn("msg=\"the router is silent\" router=%016llx", (unsigned long long)w->router);
+        w->router = 0;
+    }
+    if (w->router == 0 && w->drain_until_ns == 0 && now_ns >= w->hello_ns + HELLO_NS)
+        say_hello(w);
+    if (w->drain_until_ns != 0)
+        go_on_draining(w, now_ns);
+    pd_loop_timer_arm(w->tick_timer, now_ns + TICK_NS);
+}
+
+static void on_beat(void *ctx)
+{
+    worker *w = ctx;
+
+    if (w->router != 0)
+        say_heartbeat(w);
+    pd_loop_timer_arm(w->beat_timer, pd_clock_now_ns() + w->beat_ns);
+}
+
+static void on_terminate(void *ctx)
+{
+    worker *w = ctx;
+    uint64_t now_ns = pd_clock_now_ns();
+
+    if (w->drain_until_ns != 0) {
+        if (!w->cancelled)
+            w->drain_until_ns = now_ns;
+        return;
+    }
+    pd_log_info("msg=\"draining\" grace_ms=%u", (unsigned)(GRACE_NS / PD_NS_PER_MS));
+    w->drain_until_ns = now_ns + GRACE_NS;
+    w->ops->drain(w->core);
+    if (w->router != 0)
+        say_heartbeat(w);
+}
+
+/* ---- making ---- */
+
+static pd_status make_core(worker *w)
+{
+    const pd_worker_setup *s = &w->setup;
+    pd_role_options options = {
+        .name = s->options->name,
+        .incarnation = s->incarnation,
+        .layout = s->layout,
+        .vocab = pd_model_file_shape(s->model)->vocab,
+        .context_max = s->context,
+        .max_batch = s->pool->max_batch,
+        .queue_max = s->pool->queue_max,
+        .chunk_tokens = s->pool->chunk_tokens,
+        .peers_max = PD_WORKER_PEERS_MAX,
+        .prefix_cache = s->deployment.kv.prefix_cache,
+        .seals = s->deployment.transfer.seals,
+        .lost_after_ns = w->lost_after_ns,
+    };
+    pd_role_sink sink = {
+        .ctx = w,
+        .send = act_send,
+        .run = act_run,
+        .connect = act_connect,
+        .close = act_close,
+        .notify = act_notify,
+        .seal = act_seal,
+    };
+    pd_status status = w->ops->create(&options, &sink, &w->core);
+
+    if (status != PD_OK)
+        pd_log_error("msg=\"the role cannot start\" status=%s", pd_status_name(status));
+    return status;
+}
+
+static pd_status make_bus(worker *w)
+{
+    const pd_deployment *d = &w->setup.deployment;
+    pd_bus_options options = {
+        .endpoints = {[PD_CHANNEL_CONTROL] = d->router.control,
+                      [PD_CHANNEL_TOKENS] = d->router.tokens,
+                      [PD_CHANNEL_EVENTS] = d->router.events},
+        .on_message = on_message,
+        .ctx = w,
+    };
+
+    return pd_bus_create_worker(w->loop, &options, w->setup.options->name, w->setup.incarnation,
+                                &w->bus);
+}
+
+static void pack_address(worker *w)
+{
+    pd_worker_address address = {
+        .blocks = w->setup.layout.blocks,
+        .layout_fingerprint = w->layout_fingerprint,
+    };
+
+    address.transfer = pd_transfer_address(w->setup.transfer, &address.transfer_len);
+    w->address_len = pd_worker_address_pack(&address, w->address);
+}
+
+/* One forward run before anybody waits for it: pages are touched, caches and clocks come up. It
+ * writes a block that nobody holds yet; the engine runs steps in order. */
+static pd_status start_warm_up(worker *w)
+{
+    uint32_t count = w->setup.context < WARM_TOKENS ? w->setup.context : WARM_TOKENS;
+
+    if (count > w->setup.pool->chunk_tokens)
+        count = w->setup.pool->chunk_tokens;
+    w->warm_block = w->setup.layout.blocks - 1;
+    w->warm_slice = (pd_step_slice){
+        .id = "warm-up",
+        .tokens = w->warm_tokens,
+        .count = count,
+        .blocks = &w->warm_block,
+        .want_token = true,
+        .sampling = {.top_p = 1},
+    };
+    w->warm_step = (pd_step){.slices = &w->warm_slice, .slices_count = 1};
+    return w->setup.options->engine->run(w->setup.engine, &w->warm_step, NULL, NULL);
+}
+
+static pd_status prepare(worker *w)
+{
+    /* Signals are blocked before any thread starts, so that the loop alone sees them. */
+    pd_status status = pd_loop_create(&w->loop);
+    if (status == PD_OK)
+        status = pd_loop_add_signal(w->loop, SIGTERM, on_terminate, w);
+    if (status == PD_OK)
+        status = pd_loop_add_signal(w->loop, SIGINT, on_terminate, w);
+    if (status == PD_OK)
+        status = pd_worker_setup_open(&w->setup);
+    if (status != PD_OK)
+        return status;
+    w->layout_fingerprint = pd_kv_layout_fingerprint(&w->setup.layout);
+    w->beat_ns = w->setup.deployment.heartbeat.interval_ns;
+    w->lost_after_ns = w->setup.deployment.heartbeat.lost_after_ns;
+    pack_address(w);
+    status = make_core(w);
+    if (status == PD_OK)
+        status = pd_loop_timer_create(w->loop, on_tick, w, &w->tick_timer);
+    if (status == PD_OK)
+        status = pd_loop_timer_create(w->loop, on_beat, w, &w->beat_timer);
+    if (status == PD_OK)
+        status = pd_loop_add_fd(w->loop, w->setup.options->engine->fd(w->setup.engine), EPOLLIN,
+                                on_engine, w);
+    if (status == PD_OK)
+        status =
+            pd_loop_add_fd(w->loop, pd_transfer_fd(w->setup.transfer), EPOLLIN, on_transfer, w);
+    if (status == PD_OK)
+        status = start_warm_up(w);
+    if (status == PD_OK)
+        status = make_bus(w);
+    if (status == PD_OK) {
+        say_hello(w);
+        pd_loop_timer_arm(w->tick_timer, pd_clock_now_ns() + TICK_NS);
+    }
+    return status;
+}
+
+static void dismantle(worker *w)
+{
+    if (w->bus != NULL)
+        pd_bus_destroy(w->bus);
+    if (w->setup.engine != NULL)
+        pd_loop_remove_fd(w->loop, w->setup.options->engine->fd(w->setup.engine));
+    if (w->setup.transfer != NULL)
+        pd_loop_remove_fd(w->loop, pd_transfer_fd(w->setup.transfer));
+    /* The engine's thread reads the core's plan: it ends first. */
+    const pd_role_ops *ops = w->ops;
+    pd_worker_setup_close(&w->setup);
+    ops->destroy(w->core);
+    pd_loop_destroy(w->loop);
+}
+
+int pd_worker_run(const pd_worker_options *options)
+{
+    worker *w = pd_calloc(1, sizeof *w);
+
+    if (w == NULL)
+        return 1;
+    w->ops = options->role;
+    w->exit_status = 2;
+    if (pd_worker_setup_read(options, &w->setup) == PD_OK) {
+        w->exit_status = 1;
+        if (prepare(w) == PD_OK && pd_loop_run(w->loop) != PD_OK)
+            w->exit_status = 1;
+    }
+    int exit_status = w->exit_status;
+    dismantle(w);
+    pd_free(w);
+    return exit_status;
+}

@@ -1,0 +1,227 @@
+#include "common/worker/setup.h"
+
+#include "common/base/log.h"
+
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { ERRORS_BYTES = 1 << 16, CONTEXT_DEFAULT_MAX = 8192 };
+
+static bool has_port(const char *endpoint)
+{
+    size_t len = strlen(endpoint);
+
+    return strncmp(endpoint, "tcp:", 4) != 0 || len < 2 || strcmp(endpoint + len - 2, ":0") != 0;
+}
+
+static pd_status check_name(const pd_worker_setup *setup)
+{
+    const char *role = pd_role_name(setup->options->role->role), *name = setup->options->name;
+    size_t len = strlen(role);
+
+    if (strncmp(name, role, len) != 0 || name[len] != '-' ||
+        !pd_deployment_has_service(&setup->deployment, name)) {
+        pd_log_error("msg=\"the deployment has no such worker\" name=%s file=%s workers=%s-0..%u",
+                     name, setup->options->file, role, setup->pool->workers - 1);
+        return PD_E_INVALID;
+    }
+    if (!has_port(setup->deployment.router.control) || !has_port(setup->deployment.router.tokens) ||
+        !has_port(setup->deployment.router.events)) {
+        pd_log_error("msg=\"the router's endpoints have port 0: give the ports that it bound by "
+                     "--set router.control=..., as kvferry up does\"");
+        return PD_E_INVALID;
+    }
+    return PD_OK;
+}
+
+pd_status pd_worker_setup_read(const pd_worker_options *options, pd_worker_setup *setup)
+{
+    pd_buf errors;
+
+    *setup = (pd_worker_setup){.options = options};
+    pd_log_init(options->name, PD_LOG_INFO);
+    pd_buf_init(&errors, ERRORS_BYTES);
+    pd_status status = pd_deployment_load(options->file, options->sets, options->sets_count,
+                                          &setup->deployment, &errors);
+    if (status != PD_OK) {
+        fputs(pd_buf_text(&errors), stderr);
+        pd_log_error("msg=\"the deployment cannot be used\" file=%s status=%s", options->file,
+                     pd_status_name(status));
+        pd_buf_fini(&errors);
+        return status;
+    }
+    pd_buf_fini(&errors);
+    setup->deployed = true;
+    setup->pool = options->role->role == PD_ROLE_PREFILL ? &setup->deployment.prefill
+                                                         : &setup->deployment.decode;
+    pd_log_init(options->name, setup->deployment.log_level);
+    return check_name(setup);
+}
+
+/* A model file that is cut off while it is mapped kills whoever reads on: say so, and end. */
+static char bus_error_line[512];
+
+static void on_bus_error(int signal)
+{
+    ssize_t written = write(2, bus_error_line, strlen(bus_error_line));
+
+    (void)signal;
+    (void)written;
+    _exit(1);
+}
+
+static void catch_bus_errors(const pd_worker_setup *setup)
+{
+    struct sigaction action = {.sa_handler = on_bus_error};
+
+    snprintf(bus_error_line, sizeof bus_error_line,
+             "level=error svc=%s msg=\"the model file was cut off or became unreadable while in "
+             "use\" path=%s\n",
+             setup->options->name, setup->deployment.model.path);
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &action, NULL);
+}
+
+static pd_status open_model(pd_worker_setup *setup)
+{
+    catch_bus_errors(setup);
+    pd_status status = pd_model_file_open(setup->deployment.model.path, &setup->model);
+    if (status != PD_OK)
+        return status;
+    const pd_model_shape *shape = pd_model_file_shape(setup->model);
+    setup->context = setup->deployment.model.context;
+    if (setup->context == 0)
+        setup->context =
+            shape->context < CONTEXT_DEFAULT_MAX ? shape->context : CONTEXT_DEFAULT_MAX;
+    if (setup->context > shape->context) {
+        pd_log_error("msg=\"model.context is more than the model was made for\" context=%u "
+                     "model=%u path=%s",
+                     setup->context, shape->context, setup->deployment.model.path);
+        return PD_E_INVALID;
+    }
+    return PD_OK;
+}
+
+static pd_status make_layout(pd_worker_setup *setup)
+{
+    const pd_model_shape *shape = pd_model_file_shape(setup->model);
+    pd_kv_layout_options options = {
+        .dtype = PD_F16, /* the only one that the schema allows so far */
+        .block_tokens = setup->deployment.kv.block_tokens,
+        .group_layers = setup->deployment.kv.group_layers,
+        .memory_bytes = setup->deployment.kv.memory_bytes,
+    };
+    pd_status status = pd_kv_layout_make(shape, &options, &setup->layout);
+
+    if (status != PD_OK)
+        pd_log_error("msg=\"no KV layout for this model and kv.*\" status=%s memory_bytes=%llu "
+                     "block_tokens=%u",
+                     pd_status_name(status), (unsigned long long)options.memory_bytes,
+                     options.block_tokens);
+    return status;
+}
+
+/* This host's CPUs, shared out among its workers. */
+static uint32_t threads_of(const pd_worker_setup *setup)
+{
+    cpu_set_t cpus;
+
+    if (setup->pool->threads != 0)
+        return setup->pool->threads;
+    int usable = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
+    uint32_t each =
+        (uint32_t)usable / (setup->deployment.workers > 0 ? setup->deployment.workers : 1);
+    return each > 0 ? each : 1;
+}
+
+static pd_status open_transfer(pd_worker_setup *setup)
+{
+    pd_transfer_options options = {
+        .backend = setup->deployment.transfer.backend,
+        .transport = setup->deployment.transfer.transport,
+        .device = setup->deployment.transfer.device,
+        .pool_bytes = setup->layout.pool_bytes,
+        .peers_max = PD_WORKER_PEERS_MAX,
+    };
+    pd_status status = pd_transfer_create(&options, &setup->transfer);
+
+    if (status != PD_OK) {
+        pd_log_error("msg=\"the transfer cannot start\" status=%s backend=%s transport=%s "
+                     "pool_bytes=%llu",
+                     pd_status_name(status), options.backend, options.transport,
+                     (unsigned long long)options.pool_bytes);
+        return status;
+    }
+    catch_bus_errors(setup); /* a carrier may have taken the signal */
+    return PD_OK;
+}
+
+pd_status pd_worker_setup_open(pd_worker_setup *setup)
+{
+    const pd_worker_options *options = setup->options;
+    pd_status status = open_model(setup);
+
+    setup->incarnation = pd_random_id();
+    if (status == PD_OK)
+        status = make_layout(setup);
+    if (status == PD_OK)
+        status = open_transfer(setup);
+    if (status != PD_OK)
+        return status;
+    uint32_t rows = setup->pool->chunk_tokens > setup->pool->max_batch ? setup->pool->chunk_tokens
+                                                                       : setup->pool->max_batch;
+    pd_worker_engine_options engine = {
+        .device = setup->pool->device,
+        .threads = threads_of(setup),
+        .context_max = setup->context,
+        .rows_max = rows,
+        .slices_max = setup->pool->max_batch,
+    };
+    status = options->engine->create(setup->model, &engine, &setup->layout,
+                                     pd_transfer_pool(setup->transfer), &setup->engine);
+    if (status != PD_OK) {
+        pd_log_error("msg=\"the engine cannot start\" status=%s device=%s", pd_status_name(status),
+                     engine.device);
+        return status;
+    }
+    if (options->shipper != NULL) {
+        pd_shipper_options shipper = {
+            .transfer = setup->transfer,
+            .layout = &setup->layout,
+            .incarnation = setup->incarnation,
+            .peers_max = PD_WORKER_PEERS_MAX,
+            .seals = setup->deployment.transfer.seals,
+        };
+        status = options->shipper->create(&shipper, &setup->shipper);
+        if (status != PD_OK) {
+            pd_log_error("msg=\"no memory to ship with\"");
+            return status;
+        }
+    }
+    pd_log_info("msg=\"loaded\" model=%s backend=%s threads=%u context=%u blocks=%u "
+                "pool_bytes=%llu engine_bytes=%llu",
+                setup->deployment.model.name, options->engine->backend(setup->engine),
+                engine.threads, setup->context, setup->layout.blocks,
+                (unsigned long long)setup->layout.pool_bytes,
+                (unsigned long long)options->engine->bytes(setup->engine));
+    return PD_OK;
+}
+
+void pd_worker_setup_close(pd_worker_setup *setup)
+{
+    /* The engine first: its thread ships and writes the pool. */
+    if (setup->engine != NULL)
+        setup->options->engine->destroy(setup->engine);
+    if (setup->shipper != NULL)
+        setup->options->shipper->destroy(setup->shipper);
+    if (setup->transfer != NULL)
+        pd_transfer_destroy(setup->transfer);
+    if (setup->model != NULL)
+        pd_model_file_close(setup->model);
+    if (setup->deployed)
+        pd_deployment_fini(&setup->deployment);
+    *setup = (pd_worker_setup){0};
+}

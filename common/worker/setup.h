@@ -1,0 +1,48 @@
+#pragma once
+
+/* common/worker/setup.h - the parts a worker is made of, opened in order, each failure one line.
+ *
+ * Memory is taken here: weights by the engine, the KV pool by the transfer; what was taken is
+ * logged with a line's figures. One thread. */
+
+#include "common/config/deployment.h"
+#include "common/kv/layout.h"
+#include "common/model_file/model_file.h"
+#include "common/transfer/transfer.h"
+#include "common/worker/engine.h"
+#include "common/worker/role.h"
+#include "common/worker/shipper.h"
+
+typedef struct pd_worker_options {
+    const char *file; /* the deployment */
+    const char *const *sets;
+    size_t sets_count;
+    const char *name; /* "prefill-0" */
+    const pd_role_ops *role;
+    const pd_worker_engine_ops *engine;
+    const pd_shipper_ops *shipper; /* NULL: this role ships nothing */
+} pd_worker_options;
+
+typedef struct pd_worker_setup {
+    const pd_worker_options *options;
+    pd_deployment deployment;
+    bool deployed;
+    const pd_deployment_pool *pool; /* of the role, in deployment */
+    uint32_t context;
+    uint64_t incarnation;
+    pd_model_file *model;
+    pd_kv_layout layout;
+    pd_transfer *transfer;
+    pd_worker_engine *engine;
+    pd_shipper *shipper;
+} pd_worker_setup;
+
+/* Links at a time: every worker of the other role on a host, and those that are being replaced. */
+#define PD_WORKER_PEERS_MAX 256
+
+/* Reads the deployment and starts the log. PD_E_INVALID: the file, a --set or the name is wrong;
+ * all that is wrong is on stderr, a line each. options must outlive the setup. */
+PD_CHECKED pd_status pd_worker_setup_read(const pd_worker_options *options, pd_worker_setup *setup);
+/* Opens the rest. Errors are logged. */
+PD_CHECKED pd_status pd_worker_setup_open(pd_worker_setup *setup);
+void pd_worker_setup_close(pd_worker_setup *setup); /* whatever is open */
