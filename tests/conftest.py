@@ -1,0 +1,50 @@
+"""What the suites that run real processes share: one plain cluster, the seed, the golden tokens."""
+
+import json
+import os
+import random
+import sys
+
+import pytest
+
+TESTS = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(TESTS, "integration"))
+
+import cluster as cluster_module  # noqa: E402
+
+SEED = int(os.environ.get("KVFERRY_SEED", "1"))
+FULL = os.environ.get("KVFERRY_FULL", "0") == "1"
+
+
+def pytest_report_header(config):
+    return f"KVFERRY_SEED={SEED} full={FULL} build={cluster_module.BUILD}"
+
+
+@pytest.fixture
+def rng(request):
+    """Another stream of numbers for every test, the same for the same seed."""
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+@pytest.fixture(scope="session")
+def full():
+    return FULL
+
+
+@pytest.fixture(scope="session")
+def golden():
+    with open(os.path.join(TESTS, "golden", "golden.json"), encoding="utf-8") as file:
+        return {case["name"]: case for case in json.load(file)["golden"]}
+
+
+@pytest.fixture(scope="session")
+def shared_cluster():
+    with cluster_module.Cluster() as running:
+        yield running
+
+
+@pytest.fixture
+def plain(shared_cluster):
+    """The cluster 1:1 that many tests share; after each of them it must be clean."""
+    yield shared_cluster
+    shared_cluster.assert_clean()

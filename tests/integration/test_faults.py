@@ -1,0 +1,84 @@
+"""Workers killed at random moments: a clear error for who was hit, everything comes back."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import cluster as cl
+from conftest import FULL
+
+ROUNDS = 12 if FULL else 3
+
+
+@pytest.fixture(scope="module")
+def hardy():
+    """1:2, so that a decode worker's death leaves another one."""
+    with cl.Cluster(workers=3, ratio="1:2") as one:
+        yield one
+
+
+def kill_and_wait(one, name, before):
+    """kill -9, then until another incarnation of that name is ready."""
+    os.kill(before["pid"], signal.SIGKILL)
+
+    def restarted():
+        try:
+            now = one.worker(name)
+            return now is not None and now["incarnation"] != before["incarnation"] and now["state"] == "ready"
+        except cl.httpx.HTTPError:
+            return False
+
+    cl.wait_until(restarted, 30, lambda: f"{name} did not come back: {one.worker(name)}")
+    cl.wait_until(lambda: one.http.get("/ready").status_code == 200, 20, "/ready is not 200 again")
+
+
+def assert_clear(answer, want):
+    """An answer is right, or it is an error that says so; never a wrong or a silently short one."""
+    if answer.error is None:
+        assert answer.token_ids == want
+        assert answer.finish == "length"
+        return True
+    assert answer.status in (200, 429, 503, 504), (answer.status, answer.error)
+    assert answer.error["message"] and answer.error["type"] != "cut", answer.error
+    assert answer.token_ids == want[: len(answer.token_ids)]
+    return False
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0", "decode-1"])
+@pytest.mark.parametrize("round_number", range(ROUNDS))
+def test_a_killed_worker_costs_a_clear_error_at_most(hardy, rng, name, round_number):
+    prompts = [[rng.randrange(100, 40000) for _ in range(rng.choice((20, 300)))] for _ in range(6)]
+    want = [hardy.complete(prompt, 40, ignore_eos=True).token_ids for prompt in prompts]
+    fresh = [[rng.randrange(100, 40000)] + prompt for prompt in prompts]
+    before = hardy.worker(name)
+    delay_s = rng.random() * 1.0
+    killer = threading.Timer(delay_s, kill_and_wait, (hardy, name, before))
+    killer.start()
+    calls = [lambda prompt=prompt: hardy.stream(prompt, 40, ignore_eos=True) for prompt in prompts]
+    calls += [lambda prompt=prompt: hardy.complete(prompt, 40, expect=None, ignore_eos=True) for prompt in fresh]
+    answers = hardy.together(calls)
+    killer.join()
+    cl.wait_until(lambda: (hardy.worker(name) or {}).get("incarnation") not in (None, before["incarnation"]), 30, f"{name} did not restart")
+    hardy.assert_clean(timeout_s=20)
+    for answer, tokens in zip(answers, want):
+        assert_clear(answer, tokens)
+    for prompt, answer in zip(fresh, answers[len(prompts):]):
+        assert_clear(answer, hardy.complete(prompt, 40, ignore_eos=True).token_ids)
+    again = [hardy.complete(prompt, 40, ignore_eos=True).token_ids for prompt in prompts]
+    assert again == want, "the cluster answers otherwise than before"
+
+
+def test_the_request_id_is_in_the_logs_of_every_service(plain):
+    identity = f"trace-{time.monotonic_ns()}"
+    response = plain.http.post("/v1/completions", json=plain.body("Hello there", 4, ignore_eos=True), headers={"x-request-id": identity})
+    assert response.status_code == 200
+    assert response.headers.get("x-request-id") == identity
+
+    def in_all():
+        logs = plain.logs()
+        return all(any(service in path and identity in text for path, text in logs.items()) for service in ("router", "prefill-0", "decode-0"))
+
+    cl.wait_until(in_all, 5, lambda: {path: identity in text for path, text in plain.logs().items()})
