@@ -1,0 +1,50 @@
+#pragma once
+
+/* deploy/simulate/events.h - what is going to happen, ordered by virtual time.
+ *
+ * Events of the same time come out in the order they were put in, so a run depends on its seed
+ * alone. One thread. */
+
+#include "common/base/status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum sim_kind {
+    SIM_ARRIVAL = 1, /* a client asks: subject is the request */
+    SIM_HANG_UP,     /* a client leaves: subject is the request */
+    SIM_TO_ROUTER,   /* bytes: a packed message; channel in a */
+    SIM_TO_WORKER,   /* bytes: a packed message */
+    SIM_ROUTER_TICK,
+    SIM_START,      /* a worker has loaded its model */
+    SIM_BEAT,       /* a worker's heartbeat and tick */
+    SIM_GROUP_DONE, /* a is the layer group, b the step's number */
+    SIM_STEP_DONE,  /* b is the step's number */
+    SIM_LANDED,     /* bytes: a sim_parcel, puts and their notice at the receiver */
+    SIM_TRANSFER,   /* bytes: a pd_transfer_event for the worker, cut after its notice */
+    SIM_CRASH,
+    SIM_FREEZE, /* a is for how long, ns */
+} sim_kind;
+
+typedef struct sim_event {
+    uint64_t at_ns, order;
+    sim_kind kind;
+    uint32_t subject;     /* worker or request */
+    uint64_t incarnation; /* of the worker it is for: nothing happens when that has died */
+    uint64_t a, b;
+    void *bytes; /* pd_malloc'ed, the event's */
+    size_t bytes_len;
+} sim_event;
+
+typedef struct sim_events {
+    sim_event *heap;
+    size_t count, size;
+    uint64_t order_next;
+} sim_events;
+
+/* Takes event->bytes in any case. PD_E_NOMEM, PD_E_OVERLOAD (SIM_EVENTS_MAX wait). */
+#define SIM_EVENTS_MAX (1u << 20)
+PD_CHECKED pd_status sim_events_push(sim_events *events, sim_event event);
+/* The next one, its bytes now the caller's. False when there is none. */
+bool sim_events_pop(sim_events *events, sim_event *event_out);
+void sim_events_fini(sim_events *events);
