@@ -6,6 +6,8 @@ static bool before(const sim_event *left, const sim_event *right)
 {
     if (left->at_ns != right->at_ns)
         return left->at_ns < right->at_ns;
+    if (left->first_ns != right->first_ns)
+        return left->first_ns < right->first_ns;
     return left->order < right->order;
 }
 
@@ -33,7 +35,10 @@ pd_status sim_events_push(sim_events *events, sim_event event)
         events->heap = heap;
         events->size = size;
     }
-    event.order = events->order_next++;
+    if (event.order == 0) {
+        event.first_ns = event.at_ns;
+        event.order = ++events->order_next;
+    }
     size_t at = events->count++;
     events->heap[at] = event;
     while (at > 0 && before(&events->heap[at], &events->heap[(at - 1) / 2])) {

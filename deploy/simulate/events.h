@@ -2,8 +2,9 @@
 
 /* deploy/simulate/events.h - what is going to happen, ordered by virtual time.
  *
- * Events of the same time come out in the order they were put in, so a run depends on its seed
- * alone. One thread. */
+ * Events of the same time come out in the order in which they were due at first, then in which they
+ * were put in: so an event that is put in again for later is not overtaken by those behind it, and
+ * a run depends on its seed alone. One thread. */
 
 #include "common/base/status.h"
 
@@ -27,7 +28,8 @@ typedef enum sim_kind {
 } sim_kind;
 
 typedef struct sim_event {
-    uint64_t at_ns, order;
+    uint64_t at_ns;
+    uint64_t first_ns, order; /* 0: set when it is put in */
     sim_kind kind;
     uint32_t subject;     /* worker or request */
     uint64_t incarnation; /* of the worker it is for: nothing happens when that has died */

@@ -32,6 +32,7 @@ void sim_plan_draw(uint64_t seed, const sim_faults *allowed, sim_plan *plan_out)
         .prefix_cache = AMONG(&random, 0, 1, 1, 1) != 0,
         .seals = AMONG(&random, 0, 1, 1) != 0,
         .gap_ms = AMONG(&random, 5, 30, 100, 300),
+        .late = AMONG(&random, 0, 1, 20) / 100.0,
         .policy = (pd_router_policy)AMONG(&random, PD_POLICY_KV_AWARE, PD_POLICY_KV_AWARE,
                                           PD_POLICY_LEAST_LOADED, PD_POLICY_ROUND_ROBIN,
                                           PD_POLICY_RANDOM),
@@ -57,11 +58,11 @@ void sim_plan_describe(const sim_plan *plan, char *text, size_t size)
 {
     snprintf(text, size,
              "%u:%u, %u blocks of %u in %u groups, chunks %u, batch %u, queue %u, %s, cache %s, "
-             "seals %s, %u requests every %.0f ms, faults:%s%s%s%s%s%s",
+             "seals %s, %u requests every %.0f ms, %.0f %% late, faults:%s%s%s%s%s%s",
              plan->prefill, plan->decode, plan->layout.blocks, plan->layout.block_tokens,
              plan->layout.groups, plan->chunk_tokens, plan->max_batch, plan->queue_max,
              pd_router_policy_name(plan->policy), plan->prefix_cache ? "on" : "off",
-             plan->seals ? "on" : "off", plan->requests, plan->gap_ms,
+             plan->seals ? "on" : "off", plan->requests, plan->gap_ms, plan->late * 100,
              plan->faults.crash ? " crash" : "", plan->faults.hang_up ? " hang-up" : "",
              plan->faults.slow ? " slow" : "", plan->faults.freeze ? " freeze" : "",
              plan->faults.corrupt ? " corrupt" : "",

@@ -543,6 +543,6 @@ void sim_worker_held(const sim_worker *worker, char *text, size_t size)
         snprintf(text, size, "%s holds leased %u running %u quarantined %u%s", worker->name,
                  held.leased, held.running, held.quarantined,
                  worker->ops->idle(worker->core) ? "" : ", and requests");
-    else if (!worker->welcome)
-        snprintf(text, size, "%s is not registered", worker->name);
+    else if (!worker->welcome || worker->frozen_until_ns > worker->world->now_ns)
+        snprintf(text, size, "%s is frozen or not registered", worker->name);
 }

@@ -79,7 +79,7 @@ static void send(sim_world *world, const pd_message *message, uint64_t *last_ns,
         event.bytes = sim_copy(world, buf.bytes, buf.len);
         event.bytes_len = buf.len;
         uint64_t at_ns = world->now_ns + 30000 + sim_random(world, 400000);
-        if (sim_chance(world, 0.01))
+        if (sim_chance(world, world->plan.late))
             at_ns += sim_random(world, 20 * PD_NS_PER_MS);
         if (at_ns < *last_ns)
             at_ns = *last_ns; /* never overtakes on its link */
@@ -426,7 +426,9 @@ static void freeze(sim_world *world, sim_worker *worker, uint64_t for_ns)
     if (worker->core == NULL || world->quiet)
         return;
     world->freezes++;
-    worker->frozen_until_ns = world->now_ns + for_ns;
+    /* never earlier: what waits for the end of the first must not be overtaken */
+    if (world->now_ns + for_ns > worker->frozen_until_ns)
+        worker->frozen_until_ns = world->now_ns + for_ns;
 }
 
 /* An event that a worker's own process has to see; false: it never will. */

@@ -34,6 +34,7 @@ typedef struct sim_plan {
     uint32_t chunk_tokens, max_batch, queue_max, context_max;
     bool prefix_cache, seals;
     double gap_ms; /* mean time between arrivals */
+    double late;   /* share of messages that are much later than others */
     pd_router_policy policy;
     sim_faults faults;
 } sim_plan;
