@@ -92,7 +92,7 @@ static bool fits(const router_cluster *cluster, const pd_msg_hello *hello, char 
     return false;
 }
 
-static bool is_dead(const router_cluster *cluster, uint64_t incarnation)
+bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation)
 {
     for (uint32_t i = 0; i < ROUTER_DEAD_MAX; i++) {
         if (cluster->dead[i] == incarnation)
@@ -217,7 +217,7 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
         *replaced_out = i;
         return PD_E_AGAIN;
     }
-    if (hello->incarnation == 0 || is_dead(cluster, hello->incarnation)) {
+    if (hello->incarnation == 0 || router_cluster_gave_up(cluster, hello->incarnation)) {
         snprintf(reason, sizeof reason,
                  "incarnation %016" PRIx64 " was given up (silent for over %" PRIu64
                  " ms, or it said goodbye): start the worker anew",
@@ -353,7 +353,7 @@ static bool pay_owed(router_cluster *cluster, router_worker *worker)
 {
     uint32_t paid = 0;
     while (paid < worker->owed_count) {
-        pd_message message = {.kind = PD_MSG_CANCEL, .cancel = {.key = worker->owed[paid]}};
+        pd_message message = {.kind = PD_MSG_CANCEL, .cancel = worker->owed[paid]};
         if (!send(cluster, worker->identity, &message))
             break;
         paid++;
@@ -365,15 +365,15 @@ static bool pay_owed(router_cluster *cluster, router_worker *worker)
     return worker->owed_count == 0;
 }
 
-void router_cluster_cancel(router_cluster *cluster, uint32_t slot, pd_request_key key)
+void router_cluster_cancel(router_cluster *cluster, uint32_t slot, const pd_msg_cancel *cancel)
 {
     router_worker *worker = &cluster->workers[slot];
-    pd_message message = {.kind = PD_MSG_CANCEL, .cancel = {.key = key}};
+    pd_message message = {.kind = PD_MSG_CANCEL, .cancel = *cancel};
     if (pay_owed(cluster, worker) && send(cluster, worker->identity, &message))
         return;
     if (worker->owed_count == worker->owed_size && worker->owed_size < OWED_MAX) {
         uint32_t size = worker->owed_size == 0 ? 64 : worker->owed_size * 2;
-        pd_request_key *owed = pd_realloc(worker->owed, size * sizeof *owed);
+        pd_msg_cancel *owed = pd_realloc(worker->owed, size * sizeof *owed);
         if (owed != NULL) {
             worker->owed = owed;
             worker->owed_size = size;
@@ -383,7 +383,7 @@ void router_cluster_cancel(router_cluster *cluster, uint32_t slot, pd_request_ke
         pd_log_error("msg=\"cancel lost: the worker reads nothing\" worker=%s", worker->hello.name);
         return;
     }
-    worker->owed[worker->owed_count++] = key;
+    worker->owed[worker->owed_count++] = *cancel;
 }
 
 static void offer_links(router_cluster *cluster, router_worker *worker, uint64_t now_ns)

@@ -35,7 +35,7 @@ typedef struct router_worker {
     uint64_t inflight_context;  /* tokens of sequences leased or decoding here */
     uint64_t blocked_ns;        /* refused for overload: not asked again before */
     router_link *links;         /* prefill: [ROUTER_WORKERS_MAX], by the decode worker's slot */
-    pd_request_key *owed;       /* cancels that the bus did not take yet */
+    pd_msg_cancel *owed;        /* cancels that the bus did not take yet */
     uint32_t owed_count, owed_size;
 } router_worker;
 
@@ -69,6 +69,9 @@ PD_CHECKED pd_status router_cluster_hello(router_cluster *cluster, const char *f
 /* Ends a worker: its incarnation is dead, all others are told. The slot is free afterwards. */
 void router_cluster_remove(router_cluster *cluster, uint32_t slot);
 
+/* True when that incarnation ended here (one of the last ROUTER_DEAD_MAX). */
+bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation);
+
 uint32_t router_cluster_by_identity(const router_cluster *cluster, const char *identity);
 uint32_t router_cluster_by_name(const router_cluster *cluster, const char *name,
                                 uint64_t incarnation);
@@ -85,7 +88,7 @@ uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns);
 uint64_t router_cluster_next_due(const router_cluster *cluster);
 
 /* Sends a cancel, and again later if it was not taken: a lost one would hold blocks. */
-void router_cluster_cancel(router_cluster *cluster, uint32_t slot, pd_request_key key);
+void router_cluster_cancel(router_cluster *cluster, uint32_t slot, const pd_msg_cancel *cancel);
 
 bool router_worker_ready(const router_worker *worker); /* warm, not draining */
 bool router_cluster_linked(const router_cluster *cluster, uint32_t prefill, uint32_t decode);

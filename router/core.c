@@ -178,13 +178,20 @@ static void on_heartbeat(router_core *core, uint32_t slot, const pd_msg_heartbea
     router_requests_pump(core->requests, now_ns);
 }
 
-/* A worker that this router does not know (any more) hears of it, and says hello again. */
+/* A worker that this router does not know hears of it, and says hello. One that it gave up (it was
+ * silent for too long and goes on now) is refused: a heartbeat would tell it that all is well. */
 static void answer_stranger(router_core *core, const char *from, const pd_message *message)
 {
     if (message->kind != PD_MSG_HEARTBEAT)
         return;
     pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT,
                        .router_heartbeat = {.router = core->router}};
+    if (router_cluster_gave_up(core->cluster, message->heartbeat.incarnation)) {
+        beat = (pd_message){.kind = PD_MSG_REFUSED};
+        snprintf(beat.refused.reason, sizeof beat.refused.reason,
+                 "incarnation %016" PRIx64 " was given up: start the worker anew",
+                 message->heartbeat.incarnation);
+    }
     if (!core->sink.send(core->sink.ctx, from, &beat))
         pd_log_debug("msg=\"a stranger could not be answered\" from=%s", from);
 }
