@@ -87,6 +87,28 @@ void prefill_links_close(prefill_links *links, prefill_link *link)
         link->state = PREFILL_LINK_NONE;
     } else if (live(link)) {
         link->state = PREFILL_LINK_CLOSING;
+        if (links->held)
+            link->close_owed = true;
+        else
+            links->sink->close(links->sink->ctx, link->peer);
+    }
+}
+
+void prefill_links_hold(prefill_links *links)
+{
+    pd_assert(!links->held);
+    links->held = true;
+}
+
+void prefill_links_let_go(prefill_links *links)
+{
+    pd_assert(links->held);
+    links->held = false;
+    for (uint32_t i = 0; i < links->count; i++) {
+        prefill_link *link = &links->links[i];
+        if (!link->close_owed)
+            continue;
+        link->close_owed = false;
         links->sink->close(links->sink->ctx, link->peer);
     }
 }

@@ -23,6 +23,7 @@ typedef struct prefill_link {
     uint64_t incarnation;
     uint64_t tag; /* never used twice */
     pd_peer peer;
+    bool close_owed; /* closing, but the step under way still names peer */
     char lane[64];
     size_t address_len;
     unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX]; /* while waiting */
@@ -32,6 +33,7 @@ typedef struct prefill_links {
     prefill_link *links; /* [count] */
     uint32_t count;
     uint64_t tag_next;
+    bool held; /* a step is under way */
     const pd_role_sink *sink;
 } prefill_links;
 
@@ -53,5 +55,10 @@ prefill_link *prefill_links_add(prefill_links *links, const pd_msg_peer_up *peer
 PD_CHECKED pd_status prefill_links_connect(prefill_links *links, prefill_link *link);
 /* Ends a link; it is gone at once when it was waiting, else after prefill_links_closed. */
 void prefill_links_close(prefill_links *links, prefill_link *link);
+/* A step's plan names links by their peer, and the transfer uses the number of a closed one anew:
+ * between hold and let_go no link is closed, so that what a step ships can never go to another
+ * worker. */
+void prefill_links_hold(prefill_links *links);
+void prefill_links_let_go(prefill_links *links);
 /* The transfer has closed it: its place is free. */
 void prefill_links_closed(prefill_link *link);

@@ -425,6 +425,7 @@ static void run_step(pd_role_core *core, uint64_t now_ns)
         .slices = core->slices,
         .slices_count = count,
     };
+    prefill_links_hold(&core->links);
     core->sink.run(core->sink.ctx, &core->step);
 }
 
@@ -484,6 +485,7 @@ static void prefill_on_step_done(pd_role_core *core, pd_step *step, uint64_t now
 {
     pd_assert(core->stepping && step == &core->step);
     core->stepping = false;
+    prefill_links_let_go(&core->links);
     core->steps_done++;
     core->counters.steps++;
     for (uint32_t i = 0; i < step->slices_count; i++)
