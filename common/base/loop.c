@@ -247,6 +247,7 @@ pd_status pd_loop_run(pd_loop *loop)
         fire_timers(loop);
         sweep(loop, false);
     }
+    loop->stopping = false; /* for the next run */
     return PD_OK;
 }
 

@@ -45,7 +45,7 @@ void pd_loop_timer_arm(pd_loop_timer *timer, uint64_t due_ns);
  * Call before starting threads. */
 PD_CHECKED pd_status pd_loop_add_signal(pd_loop *loop, int signal, pd_loop_fn *fn, void *ctx);
 
-/* Runs until pd_loop_stop. */
+/* Runs until pd_loop_stop; may be run again. */
 PD_CHECKED pd_status pd_loop_run(pd_loop *loop);
 void pd_loop_stop(pd_loop *loop);
 /* Any thread: makes the loop take another turn. */
