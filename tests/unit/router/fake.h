@@ -1,0 +1,87 @@
+#pragma once
+
+/* tests/unit/router/fake.h - workers that do no work, on a virtual clock, for a router core.
+ *
+ * Messages travel packed, with random delays that keep each channel's order (control and tokens may
+ * overtake each other, as in the real thing). Token i of an answer is a function of the prompt, so
+ * that what arrives can be checked. Everything follows from the seed. */
+
+#include "common/base/clock.h"
+#include "common/base/mem.h"
+#include "common/wire/messages.h"
+#include "router/core.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define FAKE_WORKERS_MAX 8
+#define FAKE_LEASES_MAX  256
+#define FAKE_BLOCK       16
+
+typedef struct fake_lease {
+    pd_request_key key;
+    uint32_t blocks;
+    bool decoding, landed;
+    uint32_t prompt_first, next, max;
+} fake_lease;
+
+typedef struct fake_worker {
+    bool alive, mute; /* mute: sends nothing any more (hung) */
+    char name[PD_NAME_BYTES], identity[96];
+    pd_role role;
+    uint64_t incarnation;
+    uint32_t blocks, free;
+    uint64_t last_ns[2]; /* per channel: when its newest message arrives */
+    uint64_t inbox_ns;
+    uint64_t sequence;
+    uint32_t prefills; /* requests here */
+    pd_request_key prefilling[FAKE_LEASES_MAX];
+    fake_lease leases[FAKE_LEASES_MAX];
+    uint32_t snapshots, peers_gone, welcomed, refused;
+    char refusal[PD_REASON_BYTES];
+} fake_worker;
+
+typedef struct fake_event {
+    uint64_t due_ns, order;
+    int kind; /* in fake.c */
+    uint32_t worker;
+    uint64_t incarnation;
+    pd_request_key key;
+    char *bytes; /* a packed message */
+    size_t len;
+} fake_event;
+
+typedef struct fake {
+    router_core *core;
+    router_core_config config;
+    router_sink sink; /* of the test; send is the fake's */
+    uint64_t now_ns, random, order;
+    fake_event *events;
+    uint32_t count, size;
+    fake_worker workers[FAKE_WORKERS_MAX];
+    uint32_t workers_count;
+    uint64_t incarnations;
+    /* how things go wrong, of 1000 */
+    uint32_t duplicate_tokens, overload_prefill, end_first, seal_failures;
+    uint32_t delay_max_us;
+    uint32_t sent[PD_MESSAGE_KINDS];
+} fake;
+
+void fake_init(fake *f, uint64_t seed, const router_sink *sink);
+void fake_fini(fake *f);
+void fake_config(router_core_config *config);
+/* Starts a worker: it says hello, links and warms up. */
+uint32_t fake_add(fake *f, pd_role role, uint32_t blocks);
+void fake_kill(fake *f, uint32_t worker);    /* the process ends without a word */
+void fake_restart(fake *f, uint32_t worker); /* a new incarnation under the same name */
+void fake_hello(const fake *f, const fake_worker *worker, pd_msg_hello *hello_out);
+/* Runs until until_ns, ticking the core when it is due. */
+void fake_run(fake *f, uint64_t until_ns);
+uint32_t fake_token(uint32_t prompt_first, uint32_t index);
+uint32_t fake_below(fake *f, uint32_t bound);

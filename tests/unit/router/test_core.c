@@ -1,0 +1,534 @@
+/* The router's deciding part against workers that do no work, on a virtual clock: what must hold
+ * however messages, failures and clients fall. */
+
+#include "tests/unit/router/fake.h"
+
+#include "common/base/log.h"
+
+#include <stdio.h>
+
+enum { REQUESTS_MAX = 2000, SETTLE_S = 30 };
+
+typedef struct answer {
+    router_handle handle;
+    uint32_t first, max, next;
+    bool end_first;
+    uint32_t cancel_at; /* cancel when this token comes; UINT32_MAX: never */
+    int ends;           /* how often it ended */
+    bool cancelled;
+    int status; /* of its error */
+    char code[40], message[ROUTER_MESSAGE_BYTES];
+    router_finish finish;
+    pd_finish last;
+} answer;
+
+typedef struct world {
+    fake fake;
+    answer answers[REQUESTS_MAX];
+    uint32_t count;
+} world;
+
+static answer *find(world *w, router_handle handle)
+{
+    for (uint32_t i = w->count; i-- > 0;) {
+        if (w->answers[i].handle == handle)
+            return &w->answers[i];
+    }
+    fail_msg("an action about a request that nobody made");
+    return NULL;
+}
+
+static void on_token(void *ctx, router_handle request, uint32_t index, uint32_t token,
+                     pd_finish finish)
+{
+    world *w = ctx;
+    answer *a = find(w, request);
+    assert_int_equal(a->ends, 0);
+    assert_false(a->cancelled);
+    assert_int_equal(index, a->next);
+    assert_int_equal(token, fake_token(a->first, index));
+    assert_int_equal(a->last, PD_FINISH_NONE); /* nothing after the last */
+    a->next++;
+    a->last = finish;
+    if (index == a->cancel_at) {
+        a->cancelled = true;
+        router_core_cancel(w->fake.core, request, w->fake.now_ns);
+    }
+}
+
+static void on_finish(void *ctx, router_handle request, const router_finish *finish)
+{
+    answer *a = find(ctx, request);
+    assert_false(a->cancelled);
+    assert_int_not_equal(a->last, PD_FINISH_NONE);
+    assert_int_equal(finish->reason, a->last);
+    assert_int_equal(finish->completion_tokens, a->next);
+    assert_int_equal(a->next, a->end_first ? 1 : a->max);
+    a->finish = *finish;
+    a->ends++;
+}
+
+static void on_error(void *ctx, router_handle request, const router_error *error)
+{
+    answer *a = find(ctx, request);
+    assert_false(a->cancelled);
+    a->status = error->http_status;
+    snprintf(a->code, sizeof a->code, "%s", error->code);
+    memcpy(a->message, error->message, sizeof a->message);
+    assert_true(error->message[0] != '\0');
+    a->ends++;
+}
+
+static world *world_new(uint64_t seed)
+{
+    world *w = calloc(1, sizeof *w);
+    assert_non_null(w);
+    const router_sink sink = {w, NULL, on_token, on_finish, on_error};
+    fake_init(&w->fake, seed, &sink);
+    return w;
+}
+
+static void world_free(world *w)
+{
+    fake_fini(&w->fake);
+    free(w);
+}
+
+static answer *ask(world *w, uint32_t prompt, uint32_t max)
+{
+    static uint32_t tokens[4096];
+    static pd_hash128 hashes[256];
+    fake *f = &w->fake;
+    router_error error = {0};
+    answer *a = &w->answers[w->count];
+    uint32_t first = 1 + w->count;
+    for (uint32_t i = 0; i < prompt; i++)
+        tokens[i] = i == 0 ? first : i;
+    for (uint32_t i = 0; i < prompt / FAKE_BLOCK; i++)
+        hashes[i] = (pd_hash128){first, i + 1};
+    router_request_in in = {.tokens = tokens,
+                            .tokens_count = prompt,
+                            .hashes = hashes,
+                            .hashes_count = prompt / FAKE_BLOCK,
+                            .max_tokens = max};
+    snprintf(in.id, sizeof in.id, "r%u", first);
+    *a = (answer){.first = first,
+                  .max = max,
+                  .end_first = first % 1000 < f->end_first,
+                  .cancel_at = UINT32_MAX};
+    w->count++; /* actions may come before the call returns */
+    pd_status status = router_core_on_request(f->core, &in, f->now_ns, &a->handle, &error);
+    if (status != PD_OK) {
+        w->count--;
+        a->status = error.http_status;
+        snprintf(a->code, sizeof a->code, "%s", error.code);
+        a->handle = 0;
+    }
+    return a;
+}
+
+static void wait_ms(world *w, uint64_t ms)
+{
+    fake_run(&w->fake, w->fake.now_ns + ms * PD_NS_PER_MS);
+}
+
+static void assert_nothing_left(const world *w)
+{
+    router_core_counters counters = router_core_counters_of(w->fake.core);
+    assert_int_equal(counters.active, 0);
+    assert_int_equal(counters.queued, 0);
+    for (uint32_t i = 0; i < w->count; i++) {
+        const answer *a = &w->answers[i];
+        assert_int_equal(a->ends + a->cancelled, 1);
+    }
+    for (uint32_t i = 0; i < w->fake.workers_count; i++) {
+        const fake_worker *worker = &w->fake.workers[i];
+        if (!worker->alive)
+            continue;
+        assert_int_equal(worker->free, worker->blocks);
+        assert_int_equal(worker->prefills, 0);
+    }
+}
+
+/* ---- one at a time ---- */
+
+static void a_request_gets_every_token_once_and_in_order(void **state)
+{
+    (void)state;
+    world *w = world_new(1);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    answer *a = ask(w, 40, 20);
+    wait_ms(w, 500);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(a->status, 0);
+    assert_int_equal(a->finish.prompt_tokens, 40);
+    assert_int_equal(a->finish.cached_tokens, 3);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void one_token_needs_no_lease(void **state)
+{
+    (void)state;
+    world *w = world_new(2);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    wait_ms(w, 200);
+    answer *a = ask(w, 40, 1);
+    wait_ms(w, 500);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(a->last, PD_FINISH_LENGTH);
+    assert_int_equal(w->fake.sent[PD_MSG_LEASE_REQUEST], 0);
+    assert_int_equal(w->fake.sent[PD_MSG_DECODE_START], 0);
+    assert_int_equal(w->fake.sent[PD_MSG_CANCEL], 0);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void an_end_at_the_first_token_gives_the_lease_back(void **state)
+{
+    (void)state;
+    world *w = world_new(3);
+    w->fake.end_first = 1000;
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    answer *a = ask(w, 40, 20);
+    wait_ms(w, 500);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(a->last, PD_FINISH_STOP);
+    assert_int_equal(w->fake.sent[PD_MSG_DECODE_START], 0);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void without_workers_a_request_ends_with_503_that_names_what_is_missing(void **state)
+{
+    (void)state;
+    world *w = world_new(4);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    answer *a = ask(w, 40, 20);
+    wait_ms(w, 3000);
+    assert_int_equal(a->status, 503);
+    assert_non_null(strstr(a->message, "decode"));
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void a_prompt_that_never_fits_is_the_clients_error(void **state)
+{
+    (void)state;
+    world *w = world_new(5);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 8);
+    fake_add(&w->fake, PD_ROLE_DECODE, 9);
+    wait_ms(w, 200);
+    answer *a = ask(w, 400, 20);
+    wait_ms(w, 500);
+    assert_int_equal(a->status, 400);
+    assert_string_equal(a->code, "context_length_exceeded");
+    a = ask(w, 4000, 2000);
+    assert_int_equal(a->status, 400);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void a_full_decode_worker_makes_requests_wait_not_fail(void **state)
+{
+    (void)state;
+    world *w = world_new(6);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 8);
+    wait_ms(w, 200);
+    for (int i = 0; i < 20; i++)
+        ask(w, 40, 20);
+    wait_ms(w, 2500);
+    for (uint32_t i = 0; i < w->count; i++)
+        assert_int_equal(w->answers[i].status, 0);
+    assert_true(router_core_counters_of(w->fake.core).leases_refused > 0);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void a_full_queue_is_429(void **state)
+{
+    (void)state;
+    world *w = world_new(7);
+    for (uint32_t i = 0; i < w->fake.config.queue_max; i++)
+        assert_int_not_equal(ask(w, 40, 20)->handle, 0);
+    const answer *a = ask(w, 40, 20);
+    assert_int_equal(a->handle, 0);
+    assert_int_equal(a->status, 429);
+    wait_ms(w, 3000);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void a_lost_prefill_worker_is_survived_before_the_first_token(void **state)
+{
+    (void)state;
+    world *w = world_new(8);
+    uint32_t victim = fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    answer *a = ask(w, 40, 20);
+    fake_kill(&w->fake, victim);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    wait_ms(w, 3000);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(a->status, 0);
+    assert_int_equal(router_core_counters_of(w->fake.core).workers_lost, 1);
+    assert_true(w->fake.workers[1].peers_gone > 0);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void a_lost_decode_worker_in_the_middle_is_a_clear_503(void **state)
+{
+    (void)state;
+    world *w = world_new(9);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    uint32_t victim = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    answer *a = ask(w, 40, 1000);
+    wait_ms(w, 50);
+    assert_true(a->next > 2);
+    fake_kill(&w->fake, victim);
+    wait_ms(w, 1000);
+    assert_int_equal(a->status, 503);
+    assert_string_equal(a->code, "worker_lost");
+    assert_non_null(strstr(a->message, "decode-1"));
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void cancel_in_every_state_frees_everything(void **state)
+{
+    (void)state;
+    for (uint64_t at_us = 0; at_us < 20000; at_us += 250) {
+        world *w = world_new(100 + at_us);
+        fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+        fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        wait_ms(w, 200);
+        answer *a = ask(w, 40, 10);
+        fake_run(&w->fake, w->fake.now_ns + at_us * 1000);
+        if (a->ends == 0)
+            a->cancelled = true;
+        router_core_cancel(w->fake.core, a->handle, w->fake.now_ns);
+        router_core_cancel(w->fake.core, a->handle, w->fake.now_ns); /* idempotent */
+        wait_ms(w, 500);
+        assert_nothing_left(w);
+        world_free(w);
+    }
+}
+
+/* ---- registration ---- */
+
+static void refuse(void (*spoil)(pd_msg_hello *hello), const char *one, const char *other)
+{
+    world *w = world_new(10);
+    uint32_t good = fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    wait_ms(w, 200);
+    assert_int_equal(w->fake.workers[good].welcomed, 1);
+    /* A second worker that says something else. */
+    fake_worker *bad = &w->fake.workers[w->fake.workers_count++];
+    *bad = (fake_worker){.alive = true, .role = PD_ROLE_DECODE, .incarnation = 99, .blocks = 8};
+    strcpy(bad->name, "decode-9");
+    snprintf(bad->identity, sizeof bad->identity, "decode-9/%016x", 99);
+    pd_message message = {.kind = PD_MSG_HELLO};
+    fake_hello(&w->fake, bad, &message.hello);
+    spoil(&message.hello);
+    router_core_on_message(w->fake.core, bad->identity, &message, w->fake.now_ns);
+    wait_ms(w, 100);
+    assert_int_equal(bad->refused, 1);
+    assert_int_equal(bad->welcomed, 0);
+    if (strstr(bad->refusal, one) == NULL || strstr(bad->refusal, other) == NULL)
+        fail_msg("'%s' names not both of %s and %s", bad->refusal, one, other);
+    assert_int_equal(router_core_ready(w->fake.core).decode, 0);
+    world_free(w);
+}
+
+static void other_version(pd_msg_hello *hello)
+{
+    hello->wire_version = 7;
+}
+
+static void other_model(pd_msg_hello *hello)
+{
+    hello->model_fingerprint.lo = 0xabcd;
+}
+
+static void other_layout(pd_msg_hello *hello)
+{
+    hello->layout_fingerprint = 6;
+    strcpy(hello->layout, "f16 other");
+}
+
+static void other_blocks(pd_msg_hello *hello)
+{
+    hello->block_tokens = 32;
+}
+
+static void smaller_context(pd_msg_hello *hello)
+{
+    hello->context_max = 512;
+}
+
+static void a_worker_that_differs_is_refused_and_both_values_are_named(void **state)
+{
+    (void)state;
+    refuse(other_version, "7", "router 1");
+    refuse(other_model, "000000000000abcd", "0000000000000001");
+    refuse(other_layout, "f16 other", "f16 fake");
+    refuse(other_blocks, "32", "16");
+    refuse(smaller_context, "512", "4096");
+}
+
+static void a_dead_incarnation_is_never_believed_again(void **state)
+{
+    (void)state;
+    world *w = world_new(11);
+    uint32_t i = fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    fake_worker *worker = &w->fake.workers[i];
+    worker->mute = true; /* hangs */
+    wait_ms(w, 1000);
+    assert_int_equal(router_core_ready(w->fake.core).prefill, 0);
+    worker->mute = false; /* comes back to life */
+    pd_message message = {.kind = PD_MSG_HELLO};
+    fake_hello(&w->fake, worker, &message.hello);
+    router_core_on_message(w->fake.core, worker->identity, &message, w->fake.now_ns);
+    wait_ms(w, 300);
+    assert_int_equal(worker->refused, 1);
+    assert_int_equal(router_core_ready(w->fake.core).prefill, 0);
+    fake_restart(&w->fake, i);
+    wait_ms(w, 300);
+    assert_int_equal(router_core_ready(w->fake.core).prefill, 1);
+    assert_int_equal(router_core_ready(w->fake.core).links, 1);
+    world_free(w);
+}
+
+static void a_router_that_restarts_finds_its_workers(void **state)
+{
+    (void)state;
+    world *w = world_new(12);
+    pd_message message = {.kind = PD_MSG_HEARTBEAT, .heartbeat = {.incarnation = 5}};
+    fake_worker *worker = &w->fake.workers[w->fake.workers_count++];
+    *worker = (fake_worker){.alive = true, .role = PD_ROLE_DECODE};
+    strcpy(worker->identity, "decode-0/0000000000000005");
+    router_core_on_message(w->fake.core, worker->identity, &message, w->fake.now_ns);
+    /* Hearing another incarnation of a router, the worker says hello again. */
+    assert_int_equal(w->fake.sent[PD_MSG_ROUTER_HEARTBEAT], 1);
+    world_free(w);
+}
+
+/* ---- whatever happens ---- */
+
+static void chaos(uint64_t seed)
+{
+    world *w = world_new(seed);
+    fake *f = &w->fake;
+    f->duplicate_tokens = 50;
+    f->overload_prefill = seed % 3 == 0 ? 100 : 0;
+    f->end_first = 50;
+    f->seal_failures = seed % 4 == 0 ? 3 : 0;
+    f->delay_max_us = seed % 5 == 0 ? 50000 : 2000;
+    uint32_t prefills = 1 + fake_below(f, 3), decodes = 1 + fake_below(f, 3);
+    for (uint32_t i = 0; i < prefills; i++)
+        fake_add(f, PD_ROLE_PREFILL, 256);
+    for (uint32_t i = 0; i < decodes; i++)
+        fake_add(f, PD_ROLE_DECODE, 16 + fake_below(f, 100));
+    for (int step = 0; step < 400; step++) {
+        uint32_t what = fake_below(f, 100);
+        if (what < 60 && w->count < REQUESTS_MAX) {
+            answer *a = ask(w, 1 + fake_below(f, 200), 1 + fake_below(f, 40));
+            if (a->handle != 0 && fake_below(f, 5) == 0)
+                a->cancel_at = fake_below(f, 20);
+        } else if (what < 70 && w->count > 0) {
+            answer *a = &w->answers[fake_below(f, w->count)];
+            if (a->ends == 0 && !a->cancelled) {
+                a->cancelled = true;
+                router_core_cancel(f->core, a->handle, f->now_ns);
+            }
+        } else if (what < 73) {
+            uint32_t i = fake_below(f, f->workers_count);
+            if (f->workers[i].alive && fake_below(f, 2) == 0)
+                fake_kill(f, i);
+            else if (!f->workers[i].alive)
+                fake_restart(f, i);
+            else
+                f->workers[i].mute = true;
+        } else if (what < 78) {
+            uint32_t i = fake_below(f, f->workers_count);
+            if (f->workers[i].mute)
+                fake_restart(f, i);
+        }
+        fake_run(f, f->now_ns + fake_below(f, 20000) * 1000ull);
+    }
+    for (uint32_t i = 0; i < f->workers_count; i++) {
+        if (!f->workers[i].alive || f->workers[i].mute)
+            fake_restart(f, i);
+    }
+    wait_ms(w, SETTLE_S * 1000);
+    assert_nothing_left(w);
+    router_core_counters counters = router_core_counters_of(f->core);
+    assert_int_equal(counters.accepted, counters.finished + counters.failed + counters.cancelled);
+    world_free(w);
+}
+
+static void every_request_ends_once_and_nothing_stays_behind(void **state)
+{
+    (void)state;
+    const char *text = getenv("KVFERRY_SEEDS");
+    uint64_t seeds = text == NULL ? 40 : strtoull(text, NULL, 10);
+    for (uint64_t seed = 1; seed <= seeds; seed++) {
+        print_message("# seed %llu\n", (unsigned long long)seed);
+        chaos(seed);
+    }
+}
+
+static void the_same_seed_gives_the_same_run(void **state)
+{
+    (void)state;
+    uint32_t sent[2][PD_MESSAGE_KINDS];
+    for (int run = 0; run < 2; run++) {
+        world *w = world_new(77);
+        for (int i = 0; i < 2; i++)
+            fake_add(&w->fake, PD_ROLE_PREFILL, 64);
+        for (int i = 0; i < 2; i++)
+            fake_add(&w->fake, PD_ROLE_DECODE, 64);
+        for (int i = 0; i < 60; i++) {
+            ask(w, 1 + fake_below(&w->fake, 100), 1 + fake_below(&w->fake, 40));
+            wait_ms(w, 2);
+        }
+        wait_ms(w, 5000);
+        memcpy(sent[run], w->fake.sent, sizeof sent[run]);
+        world_free(w);
+    }
+    assert_memory_equal(sent[0], sent[1], sizeof sent[0]);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_request_gets_every_token_once_and_in_order),
+        cmocka_unit_test(one_token_needs_no_lease),
+        cmocka_unit_test(an_end_at_the_first_token_gives_the_lease_back),
+        cmocka_unit_test(without_workers_a_request_ends_with_503_that_names_what_is_missing),
+        cmocka_unit_test(a_prompt_that_never_fits_is_the_clients_error),
+        cmocka_unit_test(a_full_decode_worker_makes_requests_wait_not_fail),
+        cmocka_unit_test(a_full_queue_is_429),
+        cmocka_unit_test(a_lost_prefill_worker_is_survived_before_the_first_token),
+        cmocka_unit_test(a_lost_decode_worker_in_the_middle_is_a_clear_503),
+        cmocka_unit_test(cancel_in_every_state_frees_everything),
+        cmocka_unit_test(a_worker_that_differs_is_refused_and_both_values_are_named),
+        cmocka_unit_test(a_dead_incarnation_is_never_believed_again),
+        cmocka_unit_test(a_router_that_restarts_finds_its_workers),
+        cmocka_unit_test(every_request_ends_once_and_nothing_stays_behind),
+        cmocka_unit_test(the_same_seed_gives_the_same_run),
+    };
+    pd_log_init("test", PD_LOG_ERROR);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
