@@ -32,7 +32,8 @@ void *pd_malloc(size_t bytes)
 
 void *pd_calloc(size_t count, size_t bytes)
 {
-    if (must_fail())
+    size_t total;
+    if (must_fail() || __builtin_mul_overflow(count, bytes, &total))
         return NULL;
     void *memory = calloc(count != 0 ? count : 1, bytes != 0 ? bytes : 1);
     if (memory != NULL)
