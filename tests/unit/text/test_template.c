@@ -329,8 +329,7 @@ static void marks_follow_text_through_every_operation(void **state)
         "{{ messages[0].content|trim|list|join }}",
         "{{ messages|map(attribute='name')|join(',') }}",
         "{% for p in messages[0].parts %}{{ p.text }}{% endfor %}",
-        "{% set all %}{% for p in messages[0].parts %}{{ p.text }}{% endfor %}{% endset %}{{ all "
-        "}}",
+        "{% set s %}{% for p in messages[0].parts %}{{ p.text }}{% endfor %}{% endset %}{{ s }}",
         "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages[0].name) }}",
         "{{ messages|tojson }}",
         "{{ messages }}",
