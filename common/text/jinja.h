@@ -161,6 +161,9 @@ const pd_value *pd_jinja_arg(const pd_jinja_args *args, size_t position, const c
 
 bool pd_jinja_has_filter(const char *name);
 bool pd_jinja_has_test(const char *name);
+/* Whether it takes so many arguments, of these names (NULL: by position). */
+bool pd_jinja_filter_takes(const char *name, size_t count, const char *const *names);
+bool pd_jinja_test_takes(const char *name, size_t count, const char *const *names);
 /* A method of any kind of value. */
 bool pd_jinja_has_method(const char *name);
 bool pd_jinja_has_function(const char *name);

@@ -340,10 +340,21 @@ static bool parse_number(pd_jinja_run *run, const pd_string *s, pd_value *out)
     return *end == '\0';
 }
 
+static bool is_defined(pd_jinja_run *run, const pd_value *value)
+{
+    if (value->kind == PD_VALUE_UNDEFINED)
+        pd_value_fail(&run->values, PD_E_INVALID, "'%s' is undefined",
+                      value->as.missing != NULL ? value->as.missing : "value");
+    return value->kind != PD_VALUE_UNDEFINED;
+}
+
 static pd_value do_int(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
 {
     const pd_value *fallback = pd_jinja_arg(args, 0, "default");
     pd_value number = *value;
+
+    if (!is_defined(run, value))
+        return undefined();
 
     bool known = pd_value_is_number(value) ||
                  (value->kind == PD_VALUE_STRING && parse_number(run, value->as.string, &number));
@@ -361,6 +372,9 @@ static pd_value do_float(pd_jinja_run *run, const pd_value *value, const pd_jinj
 {
     const pd_value *fallback = pd_jinja_arg(args, 0, "default");
     pd_value number = *value;
+
+    if (!is_defined(run, value))
+        return undefined();
 
     if (pd_value_is_number(value) ||
         (value->kind == PD_VALUE_STRING && parse_number(run, value->as.string, &number)))
@@ -416,6 +430,9 @@ static pd_value do_indent(pd_jinja_run *run, const pd_value *value, const pd_jin
     int64_t width = integer_arg(args, 0, "width", 4);
     pd_string blanks = {.bytes = spaces, .len = (size_t)width};
 
+    const pd_value *given = pd_jinja_arg(args, 0, "width");
+    if (given != NULL && by == NULL && given->kind != PD_VALUE_INTEGER)
+        return bad_argument(run, "indent");
     if (by == NULL && (width < 0 || width > (int64_t)sizeof spaces - 1))
         return bad_argument(run, "indent");
     return pd_jinja_indent(run, soft(run, value), by != NULL ? by : &blanks,
@@ -553,6 +570,14 @@ static pd_value do_unique(pd_jinja_run *run, const pd_value *value, const pd_jin
 
 /* ---- map, select and their kind ---- */
 
+/* What these filters work on: nothing at all where the value is none, 0, empty, ... */
+static const pd_list *items_of(pd_jinja_run *run, const pd_value *value)
+{
+    if (!pd_value_truth(value))
+        return pd_value_new_list(&run->values, 0, false);
+    return pd_value_iterate(&run->values, value);
+}
+
 /* The arguments behind the first skip ones by position. */
 static pd_jinja_args rest_of(const pd_jinja_args *args, size_t skip)
 {
@@ -563,7 +588,7 @@ static pd_jinja_args rest_of(const pd_jinja_args *args, size_t skip)
 
 static pd_value do_map(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args)
 {
-    const pd_list *from = pd_value_iterate(&run->values, value);
+    const pd_list *from = items_of(run, value);
     const char *attribute = NULL, *filter = NULL;
     const pd_value *fallback = NULL;
 
@@ -573,7 +598,9 @@ static pd_value do_map(pd_jinja_run *run, const pd_value *value, const pd_jinja_
         attribute = c_string(run, string_arg(args, SIZE_MAX, "attribute"));
         fallback = pd_jinja_arg(args, SIZE_MAX, "default");
     }
-    if (from == NULL || (attribute == NULL && (filter == NULL || !pd_jinja_has_filter(filter))))
+    if (from == NULL)
+        return undefined();
+    if ((attribute == NULL && (filter == NULL || !pd_jinja_has_filter(filter))))
         return bad_argument(run, "map");
     pd_list *list = pd_value_new_list(&run->values, from->count, false);
     pd_jinja_args rest = rest_of(args, 1);
@@ -592,7 +619,7 @@ static pd_value do_map(pd_jinja_run *run, const pd_value *value, const pd_jinja_
 static pd_value choose(pd_jinja_run *run, const pd_value *value, const pd_jinja_args *args,
                        bool by_attribute, bool keep)
 {
-    const pd_list *from = pd_value_iterate(&run->values, value);
+    const pd_list *from = items_of(run, value);
     size_t skip = by_attribute ? 1 : 0;
     const char *attribute = by_attribute ? c_string(run, string_arg(args, 0, "")) : NULL;
     const char *test = c_string(run, string_arg(args, skip, ""));
@@ -636,52 +663,84 @@ static pd_value do_rejectattr(pd_jinja_run *run, const pd_value *value, const pd
     return choose(run, value, args, true, false);
 }
 
-static const struct {
+typedef struct filter {
     const char *name;
     filter_fn *fn;
-} filters[] = {
-    {"abs", do_abs},
-    {"capitalize", do_capitalize},
-    {"count", do_length},
-    {"d", do_default},
-    {"default", do_default},
-    {"dictsort", do_dictsort},
-    {"e", do_escape},
-    {"escape", do_escape},
-    {"first", do_first},
-    {"float", do_float},
-    {"indent", do_indent},
-    {"int", do_int},
-    {"items", do_items},
-    {"join", do_join},
-    {"last", do_last},
-    {"length", do_length},
-    {"list", do_list},
-    {"lower", do_lower},
-    {"map", do_map},
-    {"reject", do_reject},
-    {"rejectattr", do_rejectattr},
-    {"replace", do_replace},
-    {"reverse", do_reverse},
-    {"safe", do_safe},
-    {"select", do_select},
-    {"selectattr", do_selectattr},
-    {"sort", do_sort},
-    {"string", do_string},
-    {"title", do_title},
-    {"tojson", do_tojson},
-    {"trim", do_trim},
-    {"unique", do_unique},
-    {"upper", do_upper},
+    const char *params; /* names with commas between; NULL: any */
+} filter;
+
+static const filter filters[] = {
+    {"abs", do_abs, ""},
+    {"capitalize", do_capitalize, ""},
+    {"count", do_length, ""},
+    {"d", do_default, "default_value,boolean"},
+    {"default", do_default, "default_value,boolean"},
+    {"dictsort", do_dictsort, "case_sensitive,by,reverse"},
+    {"e", do_escape, ""},
+    {"escape", do_escape, ""},
+    {"first", do_first, ""},
+    {"float", do_float, "default"},
+    {"indent", do_indent, "width,first,blank"},
+    {"int", do_int, "default"},
+    {"items", do_items, ""},
+    {"join", do_join, "d,attribute"},
+    {"last", do_last, ""},
+    {"length", do_length, ""},
+    {"list", do_list, ""},
+    {"lower", do_lower, ""},
+    {"map", do_map, NULL},
+    {"reject", do_reject, NULL},
+    {"rejectattr", do_rejectattr, NULL},
+    {"replace", do_replace, "old,new,count"},
+    {"reverse", do_reverse, ""},
+    {"safe", do_safe, ""},
+    {"select", do_select, NULL},
+    {"selectattr", do_selectattr, NULL},
+    {"sort", do_sort, "reverse,case_sensitive,attribute"},
+    {"string", do_string, ""},
+    {"title", do_title, ""},
+    {"tojson", do_tojson, "ensure_ascii,indent,separators,sort_keys"},
+    {"trim", do_trim, "chars"},
+    {"unique", do_unique, ""},
+    {"upper", do_upper, ""},
 };
 
-static filter_fn *find_filter(const char *name)
+static const filter *find_filter(const char *name)
 {
     for (size_t i = 0; i < sizeof filters / sizeof filters[0]; i++) {
         if (strcmp(filters[i].name, name) == 0)
-            return filters[i].fn;
+            return &filters[i];
     }
     return NULL;
+}
+
+/* Whether params ("a,b") take so many arguments, of these names where they have some. */
+static bool params_take(const char *params, size_t count, const char *const *names)
+{
+    size_t params_count = *params != '\0', positional = 0;
+
+    if (count == 0)
+        return true;
+    for (const char *c = params; *c != '\0'; c++)
+        params_count += *c == ',';
+    for (size_t i = 0; i < count; i++) {
+        const char *name = names != NULL ? names[i] : NULL;
+        bool found = name == NULL && positional++ < params_count;
+        for (const char *at = params; name != NULL && *at != '\0' && !found;) {
+            size_t len = strcspn(at, ",");
+            found = strlen(name) == len && strncmp(at, name, len) == 0;
+            at += len + (at[len] == ',');
+        }
+        if (!found)
+            return false;
+    }
+    return true;
+}
+
+bool pd_jinja_filter_takes(const char *name, size_t count, const char *const *names)
+{
+    const filter *f = find_filter(name);
+    return f != NULL && (f->params == NULL || params_take(f->params, count, names));
 }
 
 bool pd_jinja_has_filter(const char *name)
@@ -692,9 +751,11 @@ bool pd_jinja_has_filter(const char *name)
 pd_value pd_jinja_filter(pd_jinja_run *run, const char *name, pd_value value,
                          const pd_jinja_args *args)
 {
-    filter_fn *fn = find_filter(name);
-    pd_assert(fn != NULL);
-    return fn(run, &value, args);
+    const filter *f = find_filter(name);
+    pd_assert(f != NULL);
+    if (!pd_jinja_filter_takes(name, args->count, args->names))
+        return bad_argument(run, name); /* from map; others were checked when compiled */
+    return f->fn(run, &value, args);
 }
 
 /* ---- tests ---- */
@@ -710,6 +771,19 @@ static const char *const test_names[] = {
 bool pd_jinja_has_test(const char *name)
 {
     return among(name, test_names);
+}
+
+bool pd_jinja_test_takes(const char *name, size_t count, const char *const *names)
+{
+    static const char *const alone[] = {"defined", "undefined", "none",     "string",   "number",
+                                        "integer", "float",     "boolean",  "true",     "false",
+                                        "mapping", "sequence",  "iterable", "callable", "odd",
+                                        "even",    "upper",     "lower",    NULL};
+
+    if (among(name, alone))
+        return count == 0;
+    return count == 1 &&
+           params_take(strcmp(name, "divisibleby") == 0 ? "num" : "other", count, names);
 }
 
 static bool test_kind(const pd_value *v, const char *name, bool *result)
@@ -773,6 +847,10 @@ bool pd_jinja_test(pd_jinja_run *run, const char *name, const pd_value *value,
 {
     bool result = false, whole = pd_value_is_number(value) && value->kind != PD_VALUE_REAL;
 
+    if (!pd_jinja_test_takes(name, args->count, args->names)) {
+        bad_argument(run, name); /* from select; others were checked when compiled */
+        return false;
+    }
     if (test_kind(value, name, &result))
         return result;
     if (strcmp(name, "odd") == 0 || strcmp(name, "even") == 0) {

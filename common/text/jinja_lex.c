@@ -347,7 +347,10 @@ static void read_token(lexer *x)
             x->at += strlen(operators[i]);
             return;
         }
-        fail(x, PD_E_INVALID, "a character that means nothing inside a tag");
+        if ((unsigned char)c >= 0x80)
+            fail(x, PD_E_UNSUPPORTED, "names of other than ASCII letters are not supported");
+        else
+            fail(x, PD_E_INVALID, "a character that means nothing inside a tag");
     }
 }
 

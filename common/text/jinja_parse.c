@@ -385,6 +385,9 @@ static pd_jinja_node *parse_filter(parser *p, pd_jinja_node *of)
         fail(p, PD_E_UNSUPPORTED, "the filter '%s' is not supported", node->name);
     if (take_op(p, "("))
         parse_arguments(p, node);
+    if (p->status == PD_OK && !pd_jinja_filter_takes(node->name, node->count, node->names))
+        fail(p, PD_E_UNSUPPORTED, "these arguments of the filter '%s' are not supported",
+             node->name);
     if (p->status == PD_OK)
         check_named(p, node);
     return node;
@@ -419,6 +422,8 @@ static pd_jinja_node *parse_test(parser *p, pd_jinja_node *of)
         pd_jinja_node *arg = parse_primary(p);
         add_item(p, node, parse_postfix(p, arg), NULL);
     }
+    if (p->status == PD_OK && !pd_jinja_test_takes(node->name, node->count, node->names))
+        fail(p, PD_E_UNSUPPORTED, "these arguments of the test '%s' are not supported", node->name);
     if (!negated)
         return node;
     pd_jinja_node *not_ = make(p, PD_JINJA_NOT);

@@ -287,6 +287,35 @@ static void control_tokens_are(const char *source, const char *messages, size_t 
     rendering_fini(&r);
 }
 
+/* The ids are the tokenizers library's, of the whole rendered text. */
+static void a_conversation_has_the_reference_ids(void **state)
+{
+    (void)state;
+    static const uint32_t want[] = {1,   9690, 198, 1425, 5453, 2,   198,   1,    4093, 198, 6004,
+                                    2,   198,  1,   520,  9531, 198, 10407, 2,    198,  1,   4093,
+                                    198, 253,  198, 2,    198,  1,   520,   9531, 198};
+    pd_token_ids ids = {0};
+
+    need_model();
+    const pd_text_tables *tables = pd_model_file_text(model);
+    char *own = pd_strndup(tables->chat_template, tables->chat_template_len);
+    rendering r = render(own,
+                         "[{\"role\":\"system\",\"content\":\"be brief\"},"
+                         "{\"role\":\"user\",\"content\":\"hi\"},"
+                         "{\"role\":\"assistant\",\"content\":\"yes\"},"
+                         "{\"role\":\"user\",\"content\":\" a\\n\"}]",
+                         true);
+    assert_int_equal(r.status, PD_OK);
+    assert_int_equal(
+        pd_template_encode(tokenizer, pd_buf_text(&r.text), r.text.len, &r.spans, 1000, &ids),
+        PD_OK);
+    assert_int_equal(ids.count, sizeof want / sizeof want[0]);
+    assert_memory_equal(ids.ids, want, sizeof want);
+    pd_token_ids_fini(&ids);
+    rendering_fini(&r);
+    pd_free(own);
+}
+
 static void markers_typed_by_a_user_stay_text(void **state)
 {
     (void)state;
@@ -367,6 +396,10 @@ static void what_is_not_here_is_named_when_compiled(void **state)
         {"{{ x|map('nosuch') }}", "'nosuch'", 1},
         {"{% for a in b recursive %}{% endfor %}", "recursive", 1},
         {"{{ f(*a) }}", "unpacked", 1},
+        {"{{ x|trim(1, 2) }}", "'trim'", 1},
+        {"{{ x|indent(depth=2) }}", "'indent'", 1},
+        {"{{ x is defined(1) }}", "'defined'", 1},
+        {"{{ \xc3\xa4 }}", "ASCII", 1},
     };
 
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -497,6 +530,7 @@ int main(void)
         cmocka_unit_test(cases_of_tool_turns_render_alike),
         cmocka_unit_test(what_the_template_raises_comes_back_as_its_sentence),
         cmocka_unit_test(bos_stands_as_often_as_the_template_wrote_it),
+        cmocka_unit_test(a_conversation_has_the_reference_ids),
         cmocka_unit_test(markers_typed_by_a_user_stay_text),
         cmocka_unit_test(marks_follow_text_through_every_operation),
         cmocka_unit_test(what_is_not_here_is_named_when_compiled),
