@@ -1,0 +1,163 @@
+/* tests/bench/engine_bench.c - how fast the engine prefills and decodes, alone on its threads.
+ *
+ *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]
+ *
+ * Prefill: one prompt of PREFILL tokens in one step, logits of the last. Decode: DECODE steps of
+ * BATCH sequences (1) from an empty context, the likeliest token fed back. One JSON object on
+ * stdout: tokens a second, the median of REPEATS, after one unmeasured round. */
+
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "kernels/model/forward.h"
+#include "kernels/model/sample.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define REPEATS_MAX 101
+#define BATCH_MAX   64
+
+typedef struct bench {
+    pd_model_file *file;
+    kern_model *model;
+    pd_kv_layout layout;
+    void *pool;
+    pd_block *blocks;
+    uint32_t blocks_each; /* of one sequence */
+    uint32_t *prompt;
+    float *logits; /* [batch][vocab] */
+    uint32_t prefill, decode, batch;
+} bench;
+
+static void step(bench *b, const kern_slice *slices, uint32_t count)
+{
+    kern_step run = {
+        .layout = &b->layout, .pool = b->pool, .slices = slices, .slices_count = count};
+    if (kern_model_step(b->model, &run) != PD_OK)
+        exit(1);
+}
+
+static double run_prefill(bench *b)
+{
+    kern_slice slice = {.tokens = b->prompt,
+                        .count = b->prefill,
+                        .blocks = b->blocks,
+                        .logits_from = b->prefill - 1,
+                        .logits = b->logits};
+    uint64_t begin = pd_clock_now_ns();
+
+    step(b, &slice, 1);
+    return b->prefill * 1e9 / (double)(pd_clock_now_ns() - begin);
+}
+
+static double run_decode(bench *b)
+{
+    uint32_t vocab = pd_model_file_shape(b->file)->vocab;
+    uint32_t tokens[BATCH_MAX];
+    kern_slice slices[BATCH_MAX];
+    kern_sampling greedy = {.temperature = 0};
+
+    for (uint32_t s = 0; s < b->batch; s++)
+        tokens[s] = b->prompt[s];
+    uint64_t begin = pd_clock_now_ns();
+    for (uint32_t position = 0; position < b->decode; position++) {
+        for (uint32_t s = 0; s < b->batch; s++)
+            slices[s] = (kern_slice){.tokens = &tokens[s],
+                                     .count = 1,
+                                     .position = position,
+                                     .blocks = b->blocks + (size_t)s * b->blocks_each,
+                                     .logits = b->logits + (size_t)s * vocab};
+        step(b, slices, b->batch);
+        for (uint32_t s = 0; s < b->batch; s++)
+            tokens[s] = kern_sample(&greedy, slices[s].logits, vocab, position, NULL);
+    }
+    return (double)b->decode * b->batch * 1e9 / (double)(pd_clock_now_ns() - begin);
+}
+
+static int by_value(const void *left, const void *right)
+{
+    double a = *(const double *)left, b = *(const double *)right;
+    return a < b ? -1 : a > b;
+}
+
+static double median(double *values, uint32_t count)
+{
+    qsort(values, count, sizeof *values, by_value);
+    return values[count / 2];
+}
+
+static pd_status open_all(bench *b, char **argv)
+{
+    pd_status status = pd_model_file_open(argv[1], &b->file);
+    if (status != PD_OK)
+        return status;
+    uint32_t longest = b->prefill > b->decode ? b->prefill : b->decode;
+    b->blocks_each = (longest + 15) / 16;
+    kern_options options = {.device = argv[2],
+                            .threads = (uint32_t)atoi(argv[3]),
+                            .context_max = longest,
+                            .rows_max = longest,
+                            .logits_rows_max = b->batch};
+    pd_kv_layout_options kv = {.dtype = PD_F16,
+                               .block_tokens = 16,
+                               .memory_bytes = (uint64_t)4 << 30,
+                               .blocks_max = b->blocks_each * b->batch};
+    status = pd_kv_layout_make(pd_model_file_shape(b->file), &kv, &b->layout);
+    if (status != PD_OK)
+        return status;
+    uint32_t vocab = pd_model_file_shape(b->file)->vocab;
+    b->pool = pd_malloc(b->layout.pool_bytes);
+    b->blocks = pd_calloc(b->layout.blocks, sizeof *b->blocks);
+    b->prompt = pd_calloc(longest + BATCH_MAX, sizeof *b->prompt);
+    b->logits = pd_malloc((size_t)b->batch * vocab * sizeof *b->logits);
+    if (b->pool == NULL || b->blocks == NULL || b->prompt == NULL || b->logits == NULL)
+        return PD_E_NOMEM;
+    memset(b->pool, 0, b->layout.pool_bytes);
+    for (uint32_t i = 0; i < b->layout.blocks; i++)
+        b->blocks[i] = i;
+    for (uint32_t i = 0; i < longest + BATCH_MAX; i++)
+        b->prompt[i] = 100 + i * 7919 % (vocab - 100);
+    return kern_model_create(b->file, &options, &b->model);
+}
+
+int main(int argc, char **argv)
+{
+    bench b = {.batch = argc > 7 ? (uint32_t)atoi(argv[7]) : 1};
+    double prefill[REPEATS_MAX], decode[REPEATS_MAX];
+
+    pd_log_init("engine_bench", PD_LOG_WARN);
+    if (argc < 7) {
+        fprintf(stderr,
+                "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]\n");
+        return 2;
+    }
+    b.prefill = (uint32_t)atoi(argv[4]);
+    b.decode = (uint32_t)atoi(argv[5]);
+    uint32_t repeats = (uint32_t)atoi(argv[6]);
+    if (b.prefill == 0 || b.decode == 0 || repeats == 0 || repeats > REPEATS_MAX || b.batch == 0 ||
+        b.batch > BATCH_MAX) {
+        fprintf(stderr, "engine_bench: lengths, repeats (1 to %d) and batch (1 to %d)\n",
+                REPEATS_MAX, BATCH_MAX);
+        return 2;
+    }
+    if (open_all(&b, argv) != PD_OK)
+        return 1;
+    run_prefill(&b);
+    for (uint32_t i = 0; i < repeats; i++) {
+        prefill[i] = run_prefill(&b);
+        decode[i] = run_decode(&b);
+    }
+    printf("{\"backend\": \"%s\", \"threads\": %s, \"prefill\": %u, \"prefill_tok_s\": %.1f, "
+           "\"decode\": %u, \"batch\": %u, \"decode_tok_s\": %.1f}\n",
+           kern_model_backend(b.model), argv[3], b.prefill, median(prefill, repeats), b.decode,
+           b.batch, median(decode, repeats));
+    kern_model_destroy(b.model);
+    pd_model_file_close(b.file);
+    pd_free(b.pool);
+    pd_free(b.blocks);
+    pd_free(b.prompt);
+    pd_free(b.logits);
+    return 0;
+}
