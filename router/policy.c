@@ -110,7 +110,7 @@ static router_terms price_pair(const router_policy_input *in, const side *prefil
         uint64_t lacking = blocks > decode->blocks ? blocks - decode->blocks : 0;
         double ship = pd_cost_ship_ms(in->cost, lacking * in->cluster->config->block_bytes);
         double least =
-            pd_cost_ship_ms(in->cost, 0); /* the last layers have nothing to hide behind */
+            pd_cost_ship_ms(in->cost, 1); /* the last layers have nothing to hide behind */
         terms.ship_ms = fmax(ship - prefill->own_ms, fmin(ship, least));
         terms.decode_queue_ms = decode->queue_ms;
         terms.step_ms = decode->own_ms;

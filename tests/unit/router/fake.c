@@ -462,6 +462,10 @@ static void on_snapshot_request(fake *f, uint32_t i)
 static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
 {
     fake_worker *w = &f->workers[i];
+    w->cancels += message->kind == PD_MSG_CANCEL;
+    if (w->deaf && (message->kind == PD_MSG_LEASE_REQUEST || message->kind == PD_MSG_DECODE_START ||
+                    message->kind == PD_MSG_PREFILL_REQUEST))
+        return;
     switch (message->kind) {
     case PD_MSG_WELCOME: w->welcomed++; break;
     case PD_MSG_REFUSED:

@@ -33,6 +33,7 @@ typedef struct fake_lease {
 
 typedef struct fake_worker {
     bool alive, mute; /* mute: sends nothing any more (hung) */
+    bool deaf;        /* beats, but does nothing it is asked for */
     char name[PD_NAME_BYTES], identity[96];
     pd_role role;
     uint64_t incarnation;
@@ -43,7 +44,7 @@ typedef struct fake_worker {
     uint32_t prefills; /* requests here */
     pd_request_key prefilling[FAKE_LEASES_MAX];
     fake_lease leases[FAKE_LEASES_MAX];
-    uint32_t snapshots, peers_gone, welcomed, refused;
+    uint32_t snapshots, peers_gone, welcomed, refused, cancels;
     char refusal[PD_REASON_BYTES];
 } fake_worker;
 
