@@ -13,6 +13,8 @@ sys.path.insert(0, os.path.join(TESTS, "integration"))
 import cluster as cluster_module  # noqa: E402
 
 SEED = int(os.environ.get("KVFERRY_SEED", "1"))
+# a program of its own, which meson runs
+collect_ignore = ["integration/test_command.py"]
 FULL = os.environ.get("KVFERRY_FULL", "0") == "1"
 
 

@@ -91,7 +91,7 @@ class Folder:
 
     def __init__(self, **changes):
         self.mark = uuid.uuid4().hex
-        self.path = tempfile.mkdtemp(prefix="kvferry-test-")
+        self.path = tempfile.mkdtemp(prefix="kvferry-test-", dir="/tmp")  # a socket's path has 107 bytes
         self.port = free_ports(1)[0]
         self.file = os.path.join(self.path, "cluster.yaml")
         self.state_dir = os.path.join(self.path, "state")
@@ -216,7 +216,7 @@ class Cluster(Folder):
                 assert word not in text, f"{path}: {text[max(0, text.index(word) - 500):][:4000]}"
 
     def workers(self):
-        return self.http.get("/workers").json()
+        return self.http.get("/workers").json()["workers"]
 
     def worker(self, name):
         return next((worker for worker in self.workers() if worker["name"] == name), None)

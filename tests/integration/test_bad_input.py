@@ -70,7 +70,7 @@ def test_a_model_that_is_cut_off(refused, tmp_path, length):
 @pytest.fixture(scope="module")
 def bad_models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
-    subprocess.run([sys.executable, os.path.join(CASES, "gen_gguf_bad.py"), str(folder)], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, os.path.join(TESTS, "unit", "text", "gen_gguf_bad.py"), str(folder)], check=True, stdout=subprocess.DEVNULL)
     return sorted(path for path in folder.iterdir() if path.suffix == ".gguf")
 
 
