@@ -273,9 +273,10 @@ static void node_add(pd_prefix_cache *cache, pd_block block, pd_hash128 hash,
     if (parent != PD_BLOCK_NONE)
         cache->nodes[parent].children++;
     busy_changed(cache, block, true); /* it is claimed by who inserts it */
-    event_add(cache,
-              (pd_cache_event){
-                  .kind = PD_CACHE_STORED, .hash = hash, .parent = parent_hash, .position = position});
+    event_add(cache, (pd_cache_event){.kind = PD_CACHE_STORED,
+                                      .hash = hash,
+                                      .parent = parent_hash,
+                                      .position = position});
 }
 
 static void evict_one(pd_prefix_cache *cache)
@@ -296,9 +297,9 @@ static void evict_one(pd_prefix_cache *cache)
         heap_update(cache, n->parent);
     }
     event_add(cache, (pd_cache_event){.kind = PD_CACHE_REMOVED,
-                                   .hash = n->hash,
-                                   .parent = n->parent_hash,
-                                   .position = n->position});
+                                      .hash = n->hash,
+                                      .parent = n->parent_hash,
+                                      .position = n->position});
 }
 
 /* ---- for the users ---- */

@@ -87,7 +87,8 @@ uint64_t pd_prefix_cache_seq(const pd_prefix_cache *cache);
 
 /* Walks all cached blocks, in no particular order: *cursor starts at 0; false at the end. The
  * event is the PD_CACHE_STORED it would be, with seq 0. No other call may come between. */
-bool pd_prefix_cache_next(const pd_prefix_cache *cache, uint32_t *cursor, pd_cache_event *event_out);
+bool pd_prefix_cache_next(const pd_prefix_cache *cache, uint32_t *cursor,
+                          pd_cache_event *event_out);
 
 /* Walks everything and compares. PD_E_INTERNAL, logged, when a promise above is broken. For tests
  * and the slow tick. */

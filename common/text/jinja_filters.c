@@ -501,7 +501,7 @@ static pd_value sort_list(pd_jinja_run *run, const pd_list *from, const char *at
     for (size_t i = 0; spare != NULL && i < from->count; i++) {
         list->items[i] = keys[i] = from->items[i];
         if (attribute != NULL && keys[i].kind == PD_VALUE_LIST) {
-            pd_value at = pd_value_integer(atoi(attribute));
+            pd_value at = pd_value_integer(strtol(attribute, NULL, 10));
             keys[i] = pd_jinja_item(run, &keys[i], &at);
         } else if (attribute != NULL) {
             keys[i] = pd_jinja_attr(run, &keys[i], attribute);

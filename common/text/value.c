@@ -485,7 +485,7 @@ static void write_real(writer *w, double real)
             break;
     }
     snprintf(digits, sizeof digits, "%.*e", precision - 1, real);
-    int exponent = atoi(strchr(digits, 'e') + 1);
+    int exponent = (int)strtol(strchr(digits, 'e') + 1, NULL, 10);
     if (exponent < -4 || exponent >= 16) {
         *strchr(digits, 'e') = '\0';
         pd_buf_printf(&w->buf, "%se%c%02d", digits, exponent < 0 ? '-' : '+', abs(exponent));

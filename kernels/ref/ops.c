@@ -39,7 +39,8 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
             amax_bits = bits > amax_bits ? bits : amax_bits;
         }
         float amax = kern_float_of(amax_bits);
-        /* Nothing there, or nothing sensible: a scale that is no number makes the result show it. */
+        /* Nothing there, or nothing sensible: a scale that is no number makes the result show it.
+         */
         bool plain = amax >= 1e-35f && amax <= 3e38f;
         float inverse = plain ? 127.0f / amax : 0;
         for (int i = 0; i < KERN_BLOCK; i++) {

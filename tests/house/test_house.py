@@ -64,13 +64,13 @@ PLANTED = {
     "http by the window": (rooms.check_doors, "deploy/planted.c", "#include <microhttpd.h>\n", "router/http"),
     "an unknown library": (rooms.check_doors, "common/base/planted.c", "#include <curl/curl.h>\n", "curl/curl.h"),
     "strcpy": (rooms.check_banned, "router/planted.c", "void f(char *a) { strcpy (a, a); }\n", "strcpy"),
-    "sprintf": (rooms.check_banned, "tests/unit/planted.c", "void f(char *a) { sprintf(a, a); }\n", "sprintf"),
+    "sprintf": (rooms.check_banned, "decode-worker/planted.c", "void f(char *a) { sprintf(a, a); }\n", "sprintf"),
     "the bare heap": (rooms.check_banned, "common/kv/planted.c", "void *f(void)\n{\n    return malloc(1);\n}\n", "planted.c:3: malloc"),
     "a bare free": (rooms.check_banned, "deploy/planted.c", "void f(void *p)\n{\n    free(p);\n}\n", "free"),
     "a source without header": (rooms.check_headers, "common/kv/planted.c", "int x;\n", "has no header"),
     "a header without contract": (rooms.check_headers, "common/kv/planted.h", "#pragma once\n", "no contract"),
     "a header without pragma": (rooms.check_headers, "common/kv/planted.h", "/* common/kv/planted.h - x */\n", "#pragma once"),
-    "a file that is too long": (rooms.check_sizes, "common/kv/planted.c", "int x;\n" * 1001, "1001 lines"),
+    "a file that is too long": (rooms.check_sizes, "common/kv/planted.c", "int x;\n" * 1101, "1101 lines"),
     "a machine's folder": (rooms.check_public_text, "common/kv/planted.c", "/* see " + "/home" + "/me/notes */\n", "planted.c:1"),
 }
 
