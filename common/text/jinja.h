@@ -4,8 +4,8 @@
  *
  * jinja_lex cuts the source into tokens (with trim_blocks and lstrip_blocks on and the last
  * newline dropped, as the usual chat-template environment has it), jinja_parse makes the tree and
- * refuses by name what is not here, jinja_eval walks it, jinja_filters has filters, tests and
- * methods. A tree is immutable: any thread may walk it. */
+ * refuses by name what is not here, jinja_eval walks it, jinja_filters has filters and tests,
+ * jinja_objects attributes, methods and functions. A tree is immutable: any thread may walk it. */
 
 #include "common/base/mem.h"
 #include "common/text/template.h"
@@ -158,6 +158,22 @@ typedef struct pd_jinja_args {
 } pd_jinja_args;
 /* The argument at a position or of a name; NULL when it was not given. */
 const pd_value *pd_jinja_arg(const pd_jinja_args *args, size_t position, const char *name);
+
+/* The same when it is of that kind, else NULL or fallback. */
+const pd_string *pd_jinja_string_arg(const pd_jinja_args *args, size_t position, const char *name);
+bool pd_jinja_bool_arg(const pd_jinja_args *args, size_t position, const char *name, bool fallback);
+int64_t pd_jinja_integer_arg(const pd_jinja_args *args, size_t position, const char *name,
+                             int64_t fallback);
+/* Notes that name cannot work on its arguments; undefined. */
+pd_value pd_jinja_bad_argument(pd_jinja_run *run, const char *name);
+/* A C string of s; NULL when s is NULL or holds NUL. */
+const char *pd_jinja_c_string(pd_jinja_run *run, const pd_string *s);
+/* A value as a string, as string filters take it; never NULL. */
+const pd_string *pd_jinja_soft(pd_jinja_run *run, const pd_value *value);
+/* A dict as a list of (key, value). */
+pd_value pd_jinja_pairs(pd_jinja_run *run, const pd_dict *dict);
+/* Whether name is one of names, which ends with NULL. */
+bool pd_jinja_among(const char *name, const char *const *names);
 
 bool pd_jinja_has_filter(const char *name);
 bool pd_jinja_has_test(const char *name);

@@ -1,7 +1,7 @@
 #pragma once
 
 /* common/text/jinja_strings.h - what strings can do in a chat template, as Python's do it, byte
- * marks carried along. Used by jinja_filters alone; the header of its second half. */
+ * marks carried along. For jinja_filters and jinja_objects. */
 
 #include "common/text/jinja.h"
 
