@@ -107,14 +107,18 @@ static bool usable(const kern_backend *backend)
 
 static void logits_are_equal_for_every_backend_thread_count_and_chunk(void **state)
 {
-    static const uint32_t chunks[] = {1, 16, 100, 512, TOKENS};
+    static const uint32_t chunks[] = {100, 16, 1, 512, TOKENS};
     float *logits = pd_malloc(sizeof(float) * TOKENS * TINY_VOCAB);
 
     (void)state;
     for (uint32_t i = 0; kern_backend_at(i) != NULL; i++) {
-        for (uint32_t threads = 1; usable(kern_backend_at(i)) && threads <= 3; threads++) {
+        /* the reference is slow, and one run of it is what the others are compared with */
+        uint32_t threads_min = i == 0 ? 3 : 1;
+        size_t chunks_count = i == 0 ? 2 : sizeof chunks / sizeof *chunks;
+        for (uint32_t threads = threads_min; usable(kern_backend_at(i)) && threads <= 3;
+             threads++) {
             rig r = rig_make(kern_backend_at(i)->name, threads);
-            for (size_t c = 0; c < sizeof chunks / sizeof *chunks; c++) {
+            for (size_t c = 0; c < chunks_count; c++) {
                 memset(r.pool, 0xff, layout.pool_bytes);
                 memset(logits, 0, sizeof(float) * TOKENS * TINY_VOCAB);
                 run_text(&r, chunks[c], logits);
