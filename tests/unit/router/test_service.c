@@ -356,7 +356,7 @@ static int count(const stage *s, const char *text)
 
 static void whole_client(stage *s)
 {
-    post(s, "/v1/completions", "{\"model\":\"M\",\"prompt\":\"a b\",\"max_tokens\":100}");
+    post(s, "/v1/completions", "{\"model\":\"M\",\"prompt\":\"a b c d\",\"max_tokens\":100}");
     expect(s, s->status == 200, "200");
     expect(s, has(s, "\"text\":\"One two three, four five six. STOPPED seven\""), "the text");
     expect(s, has(s, "\"finish_reason\":\"stop\"") && has(s, "\"cached_tokens\":2"),
