@@ -181,7 +181,7 @@ static void a_body_over_the_limit_is_413_with_json(void **state)
 
 static void header_client(site *s)
 {
-    char *head = calloc(1, 70000);
+    static char head[70000];
     int n = sprintf(head, "GET /echo HTTP/1.1\r\nHost: x\r\nX-Big: ");
     memset(head + n, 'a', 60000);
     strcpy(head + n + 60000, "\r\n\r\n");
@@ -189,7 +189,6 @@ static void header_client(site *s)
     client_write(fd, head, strlen(head));
     client_read_until(fd, "\r\n\r\n", s->text, sizeof s->text);
     close(fd);
-    free(head);
 }
 
 static void headers_over_the_limit_are_refused(void **state)
