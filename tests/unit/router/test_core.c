@@ -456,7 +456,7 @@ static void a_dead_incarnation_is_never_believed_again(void **state)
     fake_hello(&w->fake, worker, &message.hello);
     router_core_on_message(w->fake.core, worker->identity, &message, w->fake.now_ns);
     wait_ms(w, 300);
-    assert_int_equal(worker->refused, 1);
+    assert_true(worker->refused > 0);
     assert_int_equal(router_core_ready(w->fake.core).prefill, 0);
     fake_restart(&w->fake, i);
     wait_ms(w, 300);
