@@ -237,17 +237,25 @@ static void discharge_decode(router_requests *t, request *r)
     worker->blocked_ns = 0; /* room comes back */
 }
 
-/* Nobody works on the request afterwards. While its lease is asked for no prefill worker has heard
- * of it: the decode worker is told so, since it would wait for that one's last word for ever. */
-static void leave_workers(router_requests *t, request *r)
+/* A prefill worker that was never asked, or has said its last word, writes nothing more: the decode
+ * worker is told, since no abort will come to it. */
+static void cancel_at_workers(router_requests *t, const request *r)
 {
-    pd_msg_cancel cancel = {.key = r->key, .unwritten = r->state == LEASING};
-    discharge_prefill(t, r);
-    discharge_decode(t, r);
-    if (r->prefill_open && r->prefill != ROUTER_NO_WORKER)
+    bool prefill = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
+    pd_msg_cancel cancel = {.key = r->key, .unwritten = !prefill};
+
+    if (prefill)
         router_cluster_cancel(t->o.cluster, r->prefill, &cancel);
     if (r->decode_open && r->decode != ROUTER_NO_WORKER)
         router_cluster_cancel(t->o.cluster, r->decode, &cancel);
+}
+
+/* Nobody works on the request afterwards. */
+static void leave_workers(router_requests *t, request *r)
+{
+    discharge_prefill(t, r);
+    discharge_decode(t, r);
+    cancel_at_workers(t, r);
     r->prefill_open = r->decode_open = false;
     r->prefill = r->decode = ROUTER_NO_WORKER;
 }
@@ -690,11 +698,8 @@ static void close_request(router_requests *t, request *r, pd_finish reason, uint
     r->reason = reason;
     discharge_prefill(t, r);
     discharge_decode(t, r);
-    if (r->next_index == 1 && r->decode_open) {
-        router_cluster_cancel(t->o.cluster, r->decode, &(pd_msg_cancel){.key = r->key});
-        if (r->prefill_open)
-            router_cluster_cancel(t->o.cluster, r->prefill, &(pd_msg_cancel){.key = r->key});
-    }
+    if (r->next_index == 1 && r->decode_open)
+        cancel_at_workers(t, r);
     r->decode_open = false;
     r->state = CLOSING;
     if (!r->prefill_open) {

@@ -254,8 +254,9 @@ typedef struct pd_msg_decode_start {
  * answers with pd_msg_prefill_done if it had the request; a decode worker frees or quarantines. */
 typedef struct pd_msg_cancel {
     pd_request_key key;
-    /* To a decode worker: no prefill worker was ever asked for this key, so that nobody can write
-     * into what was leased, and there is no last word to wait for. */
+    /* To a decode worker: nobody writes into what was leased for this key any more. No prefill
+     * worker was ever asked for it, or it has answered with pd_msg_prefill_done: there is no last
+     * word to wait for. */
     bool unwritten;
 } pd_msg_cancel;
 
