@@ -275,8 +275,11 @@ static void refuse(pd_role_core *core, const pd_msg_prefill_request *asked,
 
 static bool puts_outstanding(pd_role_core *core, const request *r)
 {
-    /* A closed link has nothing under way, whatever was reported. */
-    return r->sent < r->posted && prefill_links_by_tag(&core->links, r->link_tag) != NULL;
+    /* A closed link has nothing under way, whatever was reported; and until it is closed, a put
+     * that was reported as failed may still be written. */
+    bool writing = r->sent < r->posted || (r->status == PD_E_PEER && r->posted > 0);
+
+    return writing && prefill_links_by_tag(&core->links, r->link_tag) != NULL;
 }
 
 static void finish(pd_role_core *core, request *r)
@@ -764,7 +767,13 @@ static void on_sent(pd_role_core *core, const pd_transfer_event *event, uint64_t
         return;
     r->sent++;
     if (event->status != PD_OK) {
-        end_early(core, r, PD_E_PEER, "blocks could not be written", now_ns);
+        prefill_link *link = prefill_links_by_tag(&core->links, r->link_tag);
+        if (link != NULL && link->state == PREFILL_LINK_UP) {
+            say_link_to_all(core, link, false, "a write failed");
+            drop_link(core, link, "a write failed", now_ns); /* r with it */
+        } else {
+            end_early(core, r, PD_E_PEER, "blocks could not be written", now_ns);
+        }
         return;
     }
     r->ship_bytes += event->bytes;
