@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -689,9 +690,21 @@ static void close_all(pd_engine *engine)
     }
 }
 
+/* Signals are the loop's business; UCX's own thread inherits this. Faults must stay deliverable. */
+static void block_signals(void)
+{
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP};
+    sigset_t set;
+    sigfillset(&set);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        sigdelset(&set, faults[i]);
+    pthread_sigmask(SIG_BLOCK, &set, NULL);
+}
+
 static void *thread_main(void *ctx)
 {
     pd_engine *engine = ctx;
+    block_signals();
     pthread_setname_np(pthread_self(), "kv-transfer");
     pd_status status = start(engine);
     pthread_mutex_lock(&engine->lock);
