@@ -30,6 +30,18 @@ static const pd_tensor *find(builder *b, const char *name, uint64_t cols, uint64
     return tensor;
 }
 
+static bool check_format(builder *b, const pd_tensor *tensor)
+{
+    if (b->backend->supports(tensor->dtype))
+        return true;
+    pd_log_error("msg=\"kernels: no kernels for the weight format\" path=%s tensor=%s format=%s "
+                 "backend=%s",
+                 pd_model_file_path(b->file), tensor->name, pd_dtype_info_of(tensor->dtype)->name,
+                 b->backend->name);
+    b->status = PD_E_UNSUPPORTED;
+    return false;
+}
+
 static void *take(builder *b, size_t bytes)
 {
     b->bytes += kern_memory_round(bytes);
@@ -40,7 +52,7 @@ static void add_norm(builder *b, const char *name, uint32_t count, const float *
 {
     const pd_tensor *tensor = b->status == PD_OK ? find(b, name, count, 1) : NULL;
 
-    if (tensor == NULL)
+    if (tensor == NULL || !check_format(b, tensor))
         return;
     float *norm = take(b, count * sizeof *norm);
     if (norm != NULL)
@@ -55,14 +67,8 @@ static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t row
 
     if (tensor == NULL)
         return;
-    if (!b->backend->supports(tensor->dtype)) {
-        pd_log_error("msg=\"kernels: no kernels for the weight format\" path=%s tensor=%s "
-                     "format=%s backend=%s",
-                     pd_model_file_path(b->file), name, pd_dtype_info_of(tensor->dtype)->name,
-                     b->backend->name);
-        b->status = PD_E_UNSUPPORTED;
+    if (!check_format(b, tensor))
         return;
-    }
     *matrix_out = (kern_matrix){.dtype = tensor->dtype,
                                 .rows = rows,
                                 .cols = cols,
@@ -110,12 +116,12 @@ static void build(builder *b, kern_weights *weights)
     const char *head = shape->tied_embeddings ? "token_embd.weight" : "output.weight";
 
     weights->embedding = find(b, "token_embd.weight", shape->hidden, shape->vocab);
+    if (weights->embedding == NULL || !check_format(b, weights->embedding))
+        return;
     for (uint32_t layer = 0; layer < shape->layers; layer++)
         add_layer(b, shape, layer, &weights->layers[layer]);
     add_norm(b, "output_norm.weight", shape->hidden, &weights->output_norm);
     add_matrix(b, head, shape->hidden, shape->vocab, 1, &weights->head);
-    if (b->status == PD_OK && !b->backend->supports(weights->embedding->dtype))
-        b->status = PD_E_UNSUPPORTED;
 }
 
 static pd_status check_shape(const pd_model_file *file, const pd_model_shape *shape)
