@@ -44,6 +44,7 @@ typedef struct worker {
     /* the end */
     uint64_t drain_until_ns; /* 0: not draining */
     bool cancelled;
+    bool leaving; /* BYE is said */
     int exit_status;
     pd_transfer_event event;
 } worker;
@@ -270,15 +271,18 @@ static void leave(worker *w)
 {
     pd_message message = {.kind = PD_MSG_BYE, .bye = {.incarnation = w->setup.incarnation}};
 
-    if (w->router != 0)
-        send_to_router(w, &message);
+    /* A router that has left before us needs no word. */
+    if (w->router != 0 && pd_bus_send(w->bus, NULL, &message) != PD_OK)
+        pd_log_debug("msg=\"the router has left already\"");
     pd_log_info("msg=\"leaves\"");
-    stop(w, 0);
+    w->leaving = true;
 }
 
 static void go_on_draining(worker *w, uint64_t now_ns)
 {
-    if (w->ops->idle(w->core)) {
+    if (w->leaving) {
+        stop(w, 0); /* a tick later: a closed bus drops what it has not written yet */
+    } else if (w->ops->idle(w->core)) {
         leave(w);
     } else if (now_ns >= w->drain_until_ns && !w->cancelled) {
         pd_log_warn("msg=\"the grace is over; what is left is cancelled\"");

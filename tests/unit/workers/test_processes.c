@@ -355,12 +355,18 @@ static void start_cluster(const char *transport, const char *more)
     assert_true(wait_until(both_warm, 60000));
 }
 
+static bool both_said_bye(void)
+{
+    return t.workers[0].said_bye && t.workers[1].said_bye;
+}
+
 static void end_cluster(void)
 {
     for (int i = 0; i < 2; i++) {
         kill(t.workers[i].pid, SIGTERM);
         assert_int_equal(end_status(i), 0);
     }
+    assert_true(wait_until(both_said_bye, 1000));
     close_router();
 }
 
