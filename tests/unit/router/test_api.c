@@ -167,8 +167,8 @@ static void what_changes_nothing_is_ignored(void **state)
         "\"user\":\"u\",\"metadata\":{\"a\":\"b\"},\"store\":true,\"service_tier\":\"auto\"",
         "\"presence_penalty\":0,\"frequency_penalty\":0.0,\"repetition_penalty\":1.0,\"min_p\":0",
         "\"logit_bias\":{},\"tools\":[],\"logprobs\":false,\"top_logprobs\":0,\"n\":1",
-        "\"response_format\":{\"type\":\"text\"},\"modalities\":[\"text\"],\"tool_choice\":"
-        "\"auto\"",
+        "\"response_format\":{\"type\":\"text\"}",
+        "\"modalities\":[\"text\"],\"tool_choice\":\"auto\"",
         "\"stream\":true,\"stream_options\":null",
         "\"stream\":true,\"stream_options\":{}",
         "\"temperature\":null,\"top_p\":null,\"seed\":null,\"stop\":null,\"max_tokens\":null",
