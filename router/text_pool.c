@@ -6,6 +6,7 @@
 #include "common/text/detokenizer.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 #include <sys/epoll.h>
 
@@ -25,6 +26,7 @@ struct text_pool {
     text_pool_fn *fn;
     void *ctx;
     uint32_t threads_count, queue_max;
+    atomic_bool stopping; /* what still waits is not worth doing */
     text_thread threads[THREADS_MAX];
 };
 
@@ -258,7 +260,8 @@ static void *work(void *ctx)
         }
         if (job == NULL)
             return NULL;
-        text_job_run(&thread->pool->context, job);
+        if (!atomic_load_explicit(&thread->pool->stopping, memory_order_relaxed))
+            text_job_run(&thread->pool->context, job);
         /* No more jobs are inside than the queue holds, so there is room. */
         pd_status status = pd_queue_push(thread->out, &job);
         pd_assert(status == PD_OK);
@@ -343,6 +346,7 @@ void text_pool_destroy(text_pool *pool)
 {
     if (pool == NULL)
         return;
+    atomic_store_explicit(&pool->stopping, true, memory_order_relaxed);
     for (uint32_t i = 0; i < pool->threads_count; i++)
         stop(&pool->threads[i]);
     pd_free(pool);

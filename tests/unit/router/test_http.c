@@ -52,7 +52,7 @@ static http_pull on_pull(void *ctx, http_exchange *x, pd_buf *out)
     if (strcmp(http_path(x), "/wait") == 0)
         return HTTP_PULL_WAIT;
     pd_buf_append(out, piece, sizeof piece);
-    s->pulled += sizeof piece;
+    __atomic_fetch_add(&s->pulled, sizeof piece, __ATOMIC_RELAXED);
     return strcmp(http_path(x), "/short") == 0 ? HTTP_PULL_END : HTTP_PULL_MORE;
 }
 
