@@ -179,6 +179,28 @@ static void a_body_over_the_limit_is_413_with_json(void **state)
     assert_int_equal(s.requests, 1);
 }
 
+static void endless_client(site *s)
+{
+    static const char chunked[] =
+        "POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n";
+    static const char piece[65536];
+    int fd = client_connect(s->port);
+    client_write(fd, chunked, strlen(chunked));
+    for (int i = 0; i < 1024 && !s->ok; i++) /* 64 MiB, if nobody stops it */
+        s->ok = !client_write(fd, "10000\r\n", 7) || !client_write(fd, piece, sizeof piece) ||
+                !client_write(fd, "\r\n", 2);
+    close(fd);
+}
+
+static void a_body_without_end_is_cut_off(void **state)
+{
+    (void)state;
+    site s;
+    with_site(&s, endless_client);
+    assert_true(s.ok);
+    assert_int_equal(s.requests, 0);
+}
+
 static void header_client(site *s)
 {
     static char head[70000];
@@ -301,6 +323,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_connection_serves_many_requests),
         cmocka_unit_test(a_body_over_the_limit_is_413_with_json),
+        cmocka_unit_test(a_body_without_end_is_cut_off),
         cmocka_unit_test(headers_over_the_limit_are_refused),
         cmocka_unit_test(a_client_that_leaves_is_noticed_before_the_first_byte),
         cmocka_unit_test(a_slow_reader_costs_nothing_but_the_socket),
