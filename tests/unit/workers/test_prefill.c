@@ -1,0 +1,270 @@
+/* What a prefill worker does when things around it fail. */
+#include "tests/unit/workers/world.h"
+
+#include "common/base/clock.h"
+#include "common/base/log.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+/* A prefill request as a router would send it, without the router's bookkeeping. */
+typedef struct direct {
+    pd_message message;
+    uint32_t tokens[WORLD_PROMPT_MAX];
+    pd_block blocks[WORLD_PROMPT_MAX / WORLD_BLOCK_TOKENS + 1];
+} direct;
+
+static void make_direct(world *w, direct *d, uint32_t count, uint32_t max_tokens)
+{
+    pd_msg_prefill_request *asked = &d->message.prefill_request;
+
+    /* the world knows it as a request, so that answers find their place */
+    memset(d, 0, sizeof *d);
+    for (uint32_t i = 0; i < count; i++)
+        d->tokens[i] = i % WORLD_VOCAB;
+    world_request *r = world_ask(w, d->tokens, count, max_tokens);
+    r->lease_asked = true;
+    r->phase = WORLD_PREFILLING;
+    d->message.kind = PD_MSG_PREFILL_REQUEST;
+    asked->key = r->key;
+    snprintf(asked->id, sizeof asked->id, "%s", r->id);
+    asked->tokens = d->tokens;
+    asked->tokens_count = count;
+    asked->max_tokens = max_tokens;
+    asked->ship = max_tokens > 1;
+    asked->decode_incarnation = w->decode.options.incarnation;
+    asked->blocks = d->blocks;
+    asked->blocks_count = (count + WORLD_BLOCK_TOKENS - 1) / WORLD_BLOCK_TOKENS;
+    for (uint32_t i = 0; i < asked->blocks_count; i++)
+        d->blocks[i] = i;
+}
+
+static void read_letters(world *w)
+{
+    while (world_read_letter(w)) {
+    }
+}
+
+static pd_status refusal(world *w, direct *d)
+{
+    w->last_done = (pd_msg_prefill_done){0};
+    world_to(w, &w->prefill, &d->message);
+    read_letters(w);
+    assert_int_equal(w->last_done.key.number, d->message.prefill_request.key.number);
+    return w->last_done.status;
+}
+
+static void what_cannot_be_meant_is_refused(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .prefill_blocks = 8});
+    direct d;
+
+    make_direct(w, &d, 20, 5);
+    d.message.prefill_request.tokens_count = 0;
+    assert_int_equal(refusal(w, &d), PD_E_INVALID);
+    make_direct(w, &d, 20, 5);
+    d.message.prefill_request.max_tokens = 0;
+    assert_int_equal(refusal(w, &d), PD_E_INVALID);
+    make_direct(w, &d, 20, 5);
+    d.tokens[3] = WORLD_VOCAB;
+    assert_int_equal(refusal(w, &d), PD_E_INVALID);
+    make_direct(w, &d, 20, 5);
+    d.message.prefill_request.held_blocks = 1;
+    assert_int_equal(refusal(w, &d), PD_E_INVALID);
+    make_direct(w, &d, 20, 5);
+    d.message.prefill_request.hashes_count = 2;
+    assert_int_equal(refusal(w, &d), PD_E_INVALID);
+    make_direct(w, &d, 20, 5);
+    d.message.prefill_request.ship = false;
+    assert_int_equal(refusal(w, &d), PD_E_INVALID);
+    make_direct(w, &d, 129, 5); /* 9 blocks, of 8 */
+    assert_int_equal(refusal(w, &d), PD_E_TOO_LARGE);
+    make_direct(w, &d, 20, 5);
+    d.message.prefill_request.decode_incarnation++;
+    assert_int_equal(refusal(w, &d), PD_E_PEER);
+    w->prefill.ops->drain(w->prefill.core);
+    make_direct(w, &d, 20, 5);
+    assert_int_equal(refusal(w, &d), PD_E_OVERLOAD);
+    assert_int_equal(w->prefill.ops->counters(w->prefill.core).refused, 9);
+    world_settle(w);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void a_full_queue_refuses(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .max_batch = 1, .queue_max = 2});
+    direct d;
+
+    for (int i = 0; i < 3; i++) {
+        make_direct(w, &d, 100, 1);
+        world_to(w, &w->prefill, &d.message);
+    }
+    make_direct(w, &d, 100, 1);
+    assert_int_equal(refusal(w, &d), PD_E_OVERLOAD);
+    assert_true(world_settle(w));
+    assert_int_equal(w->prefill.ops->counters(w->prefill.core).finished, 3);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void a_request_that_comes_twice_is_one_request(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 100, 1);
+    world_to(w, &w->prefill, &d.message);
+    world_to(w, &w->prefill, &d.message);
+    assert_true(world_settle(w)); /* two last words would fail in there */
+    assert_int_equal(w->prefill.ops->counters(w->prefill.core).requests, 1);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void a_deadline_ends_a_request_queued_or_running(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .max_batch = 1});
+    direct running, queued;
+
+    make_direct(w, &running, 100, 1);
+    running.message.prefill_request.deadline_ms = 50;
+    world_to(w, &w->prefill, &running.message);
+    make_direct(w, &queued, 100, 1);
+    queued.message.prefill_request.deadline_ms = 50;
+    world_to(w, &w->prefill, &queued.message);
+    world_tick(w, 49);
+    read_letters(w);
+    assert_false(w->requests[0].prefill_ended || w->requests[1].prefill_ended);
+    world_tick(w, 1);
+    read_letters(w);
+    assert_false(w->requests[0].prefill_ended); /* its step is under way */
+    assert_true(w->requests[1].prefill_ended);
+    assert_int_equal(w->requests[1].prefill_status, PD_E_TIMEOUT);
+    world_end_step(w, &w->prefill);
+    read_letters(w);
+    assert_true(w->requests[0].prefill_ended);
+    assert_int_equal(w->requests[0].prefill_status, PD_E_TIMEOUT);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void a_stuck_link_is_closed_so_that_a_cancel_can_end(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 40, 5);
+    world_to(w, &w->prefill, &d.message);
+    assert_true(world_end_step(w, &w->prefill)); /* all is posted, nothing arrives */
+    assert_true(w->wire_count > 0);
+    world_cancel(w, &w->requests[0]);
+    world_tick(w, 500);
+    read_letters(w);
+    assert_false(w->requests[0].prefill_ended);
+    assert_true(w->prefill.ops->ledger(w->prefill.core).running > 0);
+    world_tick(w, 600);
+    assert_true(w->link_closing);
+    assert_true(world_deliver(w)); /* closed */
+    read_letters(w);
+    assert_true(w->requests[0].prefill_ended);
+    assert_int_equal(w->requests[0].prefill_status, PD_E_CANCELLED);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void a_failed_write_ends_its_request_after_the_link(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 40, 5);
+    world_to(w, &w->prefill, &d.message);
+    assert_true(world_end_step(w, &w->prefill));
+    for (uint32_t i = 0; i < w->wire_count; i++)
+        w->wire[i].receiver = 1; /* somebody else's memory by now */
+    while (!w->link_closing)
+        assert_true(world_deliver(w));
+    read_letters(w);
+    assert_false(w->requests[0].prefill_ended);
+    assert_true(world_deliver(w)); /* closed */
+    read_letters(w);
+    assert_int_equal(w->requests[0].prefill_status, PD_E_PEER);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void blocks_a_decode_worker_holds_are_not_shipped(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 100, 5); /* 7 blocks */
+    d.message.prefill_request.held_blocks = 6;
+    d.message.prefill_request.blocks_count = 1;
+    world_to(w, &w->prefill, &d.message);
+    while (w->prefill.running != NULL)
+        world_end_step(w, &w->prefill);
+    assert_int_equal(w->prefill.ops->counters(w->prefill.core).blocks_shipped, 1);
+    assert_int_equal(w->wire_count, 2 * WORLD_GROUPS); /* a put and a notice a group */
+    while (world_deliver(w)) {
+    }
+    world_check_nothing_held(w);
+
+    make_direct(w, &d, 96, 5); /* 6 blocks, all held */
+    d.message.prefill_request.held_blocks = 6;
+    d.message.prefill_request.blocks_count = 0;
+    world_to(w, &w->prefill, &d.message);
+    while (w->prefill.running != NULL)
+        world_end_step(w, &w->prefill);
+    assert_int_equal(w->wire_count, 0);
+    world_check_nothing_held(w); /* it is done without a word on the data plane */
+    world_destroy(w);
+}
+
+static void leaving_cancels_everything(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+
+    for (int i = 0; i < 12; i++)
+        world_ask_random(w);
+    for (int i = 0; i < 60; i++)
+        world_turn(w);
+    w->prefill.ops->drain(w->prefill.core);
+    w->decode.ops->drain(w->decode.core);
+    w->prefill.ops->cancel_all(w->prefill.core, w->now_ns);
+    w->decode.ops->cancel_all(w->decode.core, w->now_ns);
+    assert_true(world_settle(w));
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_cannot_be_meant_is_refused),
+        cmocka_unit_test(a_full_queue_refuses),
+        cmocka_unit_test(a_request_that_comes_twice_is_one_request),
+        cmocka_unit_test(a_deadline_ends_a_request_queued_or_running),
+        cmocka_unit_test(a_stuck_link_is_closed_so_that_a_cancel_can_end),
+        cmocka_unit_test(a_failed_write_ends_its_request_after_the_link),
+        cmocka_unit_test(blocks_a_decode_worker_holds_are_not_shipped),
+        cmocka_unit_test(leaving_cancels_everything),
+    };
+
+    pd_log_init("test", PD_LOG_ERROR);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
