@@ -18,8 +18,8 @@ enum {
     WORLD_REQUESTS_MAX = 512,
     WORLD_PROMPT_MAX = 400,
     WORLD_ANSWER_MAX = 64,
-    WORLD_WIRE_MAX = 4096,
-    WORLD_LETTERS_MAX = 2048,
+    WORLD_WIRE_MAX = 1024,
+    WORLD_LETTERS_MAX = 512,
 };
 
 #define WORLD_ROUTER UINT64_C(0x7007)
@@ -63,8 +63,7 @@ typedef struct world_packet {
     pd_block sources[32], targets[32];
     uint32_t tokens[32][WORLD_BLOCK_TOKENS]; /* what was read when posted */
     size_t bytes_len;
-    unsigned char bytes[PD_TRANSFER_NOTICE_BYTES_MAX];
-    bool last_word;
+    unsigned char bytes[512]; /* a notice of at most 32 seals */
 } world_packet;
 
 /* A message on its way to the router; what it points to lies beside it. */
