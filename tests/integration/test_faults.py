@@ -1,5 +1,6 @@
 """Workers killed at random moments: a clear error for who was hit, everything comes back."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -14,10 +15,25 @@ ROUNDS = 12 if FULL else 3
 
 
 @pytest.fixture(scope="module")
-def hardy():
-    """1:2, so that a decode worker's death leaves another one."""
-    with cl.Cluster(workers=3, ratio="1:2") as one:
-        yield one
+def hardies():
+    """1:2, so that a decode worker's death leaves another one. The supervisor gives up on a worker that
+    ends five times within 30 s each: after nine tests it is another cluster's turn."""
+    with contextlib.ExitStack() as stack:
+        used = {"tests": 0, "one": None}
+
+        def next_one():
+            if used["tests"] % 9 == 0:
+                stack.close()
+                used["one"] = stack.enter_context(cl.Cluster(workers=3, ratio="1:2"))
+            used["tests"] += 1
+            return used["one"]
+
+        yield next_one
+
+
+@pytest.fixture
+def hardy(hardies):
+    return hardies()
 
 
 def kill_and_wait(one, name, before):
