@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -99,3 +100,23 @@ def test_the_request_id_is_in_the_logs_of_every_service(plain):
         return all(any(service in path and identity in text for path, text in logs.items()) for service in ("router", "prefill-0", "decode-0"))
 
     cl.wait_until(in_all, 5, lambda: {path: identity in text for path, text in plain.logs().items()})
+
+
+def test_a_worker_of_another_layout_is_refused(plain):
+    """A decode worker with other blocks wants to join: both values are named, the cluster goes on without it."""
+    program = os.path.join(cl.BUILD, "deploy", "decode-worker")
+    path = os.path.join(plain.path, "stranger.log")
+    sets = ("workers=3", "ratio=1:2", "kv.block_tokens=32", "prefill.threads=1", "decode.threads=1")
+    with open(path, "w", encoding="utf-8") as log:
+        stranger = subprocess.run(
+            [program, "-f", plain.file, "--name", "decode-1", *(word for one in sets for word in ("--set", one))],
+            cwd=cl.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=60 * cl.SLOW, check=False,
+            env=dict(os.environ, **{cl.MARK: plain.mark}),
+        )
+    with open(path, encoding="utf-8") as log:
+        said = log.read()
+    assert stranger.returncode == 2, said
+    last = said.splitlines()[-1]
+    assert "refuses" in last and "32" in last and "16" in last, said
+    assert [worker["name"] for worker in plain.workers()] == ["decode-0", "prefill-0"]
+    assert len(plain.complete("Hello", 3, ignore_eos=True).token_ids) == 3
