@@ -14,7 +14,7 @@ TRANSPORTS = ("shm", "tcp")
 CHUNKS = (16, 100, 512)
 DEVICES = ("cpu", "cpu-ref")
 GAP_SURE = 0.4  # logits: below this an engine with 8-bit activations may choose the other token
-TOKENS = {"cpu": 32, "cpu-ref": 6}
+TOKENS = {"cpu": 12 if cl.SANITIZED else 24, "cpu-ref": 6}
 LONG = "long_1500"
 
 
@@ -101,8 +101,8 @@ def test_same_tokens(expected, golden, rng, ratio, transport, chunk, device):
         for step in steps:
             step()
         one.assert_clean()
-        if device == "cpu":
-            alone()
+        if steps[0] is alone and device == "cpu" and not cl.SANITIZED:
+            alone()  # warm too
         lanes = [str(worker.get("lanes") or worker.get("transfer")) for worker in one.of_role("prefill")]
         assert all(transport in lane or (transport == "shm" and "posix" in lane) for lane in lanes), lanes
 
