@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,11 @@ SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 # a program of its own, which meson runs
 collect_ignore = ["integration/test_command.py"]
 FULL = os.environ.get("KVFERRY_FULL", "0") == "1"
+
+
+def pytest_configure(config):
+    """A run that is told to end still ends its clusters."""
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("told to end (SIGTERM)", 143))
 
 
 def pytest_report_header(config):
