@@ -481,22 +481,48 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel)
         sender_done(core, s);
 }
 
-static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer)
+static void refuse_sender(pd_role_core *core, uint64_t incarnation)
 {
-    if (peer->incarnation == 0)
+    if (sender_is_dead(core, incarnation))
         return;
-    if (!sender_is_dead(core, peer->incarnation)) {
-        core->dead_senders[core->dead_senders_next] = peer->incarnation;
-        core->dead_senders_next = (core->dead_senders_next + 1) % DEAD_SENDERS;
-    }
+    core->dead_senders[core->dead_senders_next] = incarnation;
+    core->dead_senders_next = (core->dead_senders_next + 1) % DEAD_SENDERS;
+}
+
+/* No write of that incarnation can land any more. What it wrote in full goes on. */
+static void decode_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
+{
+    (void)now_ns;
+    if (incarnation == 0)
+        return;
+    refuse_sender(core, incarnation);
     for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
         next = s->next;
-        if (s->lease->prefill == peer->incarnation && !s->landed)
+        if (s->lease->prefill == incarnation && !s->landed)
             sender_done(core, s);
     }
-    /* What it wrote in full goes on; nothing else of it may be left. */
-    uint32_t left = pd_lease_sender_dead(core->leases, peer->incarnation);
+    uint32_t left = pd_lease_sender_dead(core->leases, incarnation);
     pd_assert(left == 0);
+}
+
+static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
+{
+    if (!peer->may_write) {
+        decode_peer_dead(core, peer->incarnation, now_ns);
+        return;
+    }
+    /* Given up, and yet a process: it stands still, or is on its way out. Nobody waits for it any
+     * more; its blocks stay taken until it is dead. */
+    refuse_sender(core, peer->incarnation);
+    for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
+        next = s->next;
+        if (s->lease->prefill != peer->incarnation || s->landed || s->given_up)
+            continue;
+        if (s->started)
+            say_failed(core, &s->key, s->id, PD_E_PEER, "the prefill worker was given up");
+        core->counters.cancelled += !s->started;
+        release(core, s);
+    }
 }
 
 static void on_heartbeat(pd_role_core *core, uint64_t router, uint64_t now_ns)
@@ -532,7 +558,7 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     case PD_MSG_LEASE_REQUEST: on_lease_request(core, &message->lease_request, now_ns); break;
     case PD_MSG_DECODE_START: on_decode_start(core, &message->decode_start, now_ns); break;
     case PD_MSG_CANCEL: on_cancel(core, &message->cancel); break;
-    case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone); break;
+    case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:
     case PD_MSG_ROUTER_HEARTBEAT: on_heartbeat(core, router, now_ns); break;
     case PD_MSG_SNAPSHOT_REQUEST:
@@ -716,6 +742,7 @@ const pd_role_ops decode_role = {
     .on_step_done = decode_on_step_done,
     .on_transfer = decode_on_transfer,
     .on_tick = decode_on_tick,
+    .peer_dead = decode_peer_dead,
     .drain = decode_drain,
     .cancel_all = decode_cancel_all,
     .idle = decode_idle,

@@ -102,9 +102,9 @@ bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation)
 }
 
 static pd_status refuse(router_cluster *cluster, const char *from, const pd_msg_hello *hello,
-                        const char *reason)
+                        const char *reason, bool anew)
 {
-    pd_message message = {.kind = PD_MSG_REFUSED};
+    pd_message message = {.kind = PD_MSG_REFUSED, .refused.anew = anew};
     snprintf(message.refused.reason, sizeof message.refused.reason, "%s", reason);
     pd_log_error("msg=\"worker refused: %s\" worker=%s", reason, hello->name);
     cluster->refused++;
@@ -133,6 +133,8 @@ static void tell_peer(router_cluster *cluster, const router_worker *to, const ro
     snprintf(up->name, sizeof up->name, "%s", peer->hello.name);
     up->role = peer->hello.role;
     up->incarnation = peer->hello.incarnation;
+    up->pid = peer->hello.pid;
+    up->host = peer->hello.host;
     if (to->hello.role == PD_ROLE_PREFILL) {
         up->transfer_address = peer->address;
         up->transfer_address_len = peer->hello.transfer_address_len;
@@ -202,7 +204,7 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
 
     *replaced_out = ROUTER_NO_WORKER;
     if (!fits(cluster, hello, reason))
-        return refuse(cluster, from, hello, reason);
+        return refuse(cluster, from, hello, reason, false);
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         router_worker *other = &cluster->workers[i];
         if (!other->used || strcmp(other->hello.name, hello->name) != 0)
@@ -222,13 +224,13 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
                  "incarnation %016" PRIx64 " was given up (silent for over %" PRIu64
                  " ms, or it said goodbye): start the worker anew",
                  hello->incarnation, (uint64_t)(cluster->config->lost_after_ns / PD_NS_PER_MS));
-        return refuse(cluster, from, hello, reason);
+        return refuse(cluster, from, hello, reason, true);
     }
     uint32_t slot = free_slot(cluster);
     if (slot == ROUTER_NO_WORKER) {
         snprintf(reason, sizeof reason, "the router holds %d workers, this would be one more",
                  ROUTER_WORKERS_MAX);
-        return refuse(cluster, from, hello, reason);
+        return refuse(cluster, from, hello, reason, false);
     }
     pd_status status = fill(&cluster->workers[slot], from, hello, now_ns);
     if (status != PD_OK)

@@ -45,6 +45,7 @@ typedef struct request {
     uint32_t prefill, decode; /* slots, ROUTER_NO_WORKER when there is none */
     bool prefill_open;        /* it has the request and has not said its last word */
     bool decode_open;         /* it has a lease or a sequence of ours */
+    bool writer_lost;         /* the prefill worker was lost before its last word */
     double charged_ms;        /* on the prefill worker's queue; 0 when taken off */
     bool charged_prefill, charged_decode;
     router_terms terms; /* of the last choice */
@@ -238,11 +239,12 @@ static void discharge_decode(router_requests *t, request *r)
 }
 
 /* A prefill worker that was never asked, or has said its last word, writes nothing more: the decode
- * worker is told, since no abort will come to it. */
+ * worker is told, since no abort will come to it. One that was lost may only stand still, and write
+ * on later: whether it is dead the decode worker finds out. */
 static void cancel_at_workers(router_requests *t, const request *r)
 {
     bool prefill = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
-    pd_msg_cancel cancel = {.key = r->key, .unwritten = !prefill};
+    pd_msg_cancel cancel = {.key = r->key, .unwritten = !prefill && !r->writer_lost};
 
     if (prefill)
         router_cluster_cancel(t->o.cluster, r->prefill, &cancel);
@@ -256,7 +258,7 @@ static void leave_workers(router_requests *t, request *r)
     discharge_prefill(t, r);
     discharge_decode(t, r);
     cancel_at_workers(t, r);
-    r->prefill_open = r->decode_open = false;
+    r->prefill_open = r->decode_open = r->writer_lost = false;
     r->prefill = r->decode = ROUTER_NO_WORKER;
 }
 
@@ -871,6 +873,7 @@ static void prefill_gone(router_requests *t, request *r, uint32_t slot, const ch
                          uint64_t now_ns)
 {
     discharge_prefill(t, r);
+    r->writer_lost = r->prefill_open;
     r->prefill_open = false;
     r->prefill = ROUTER_NO_WORKER;
     if (r->state == LEASING) {

@@ -170,6 +170,7 @@ static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
     out->transfer = text(in->transfer);
     out->transfer_address = borrow(in->transfer_address, in->transfer_address_len);
     out->pid = in->pid;
+    out->host = in->host;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_HELLO;
     pack->envelope.hello = out;
     return PD_OK;
@@ -332,6 +333,8 @@ static pd_status pack_peer_up(packing *pack, const pd_msg_peer_up *in)
     out->role = in->role;
     out->incarnation = in->incarnation;
     out->transfer_address = borrow(in->transfer_address, in->transfer_address_len);
+    out->pid = in->pid;
+    out->host = in->host;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_PEER_UP;
     pack->envelope.peer_up = out;
     return PD_OK;
@@ -418,6 +421,7 @@ static pd_status pack_small(packing *pack, const pd_message *in)
     case PD_MSG_REFUSED:
         kvw__refused__init(&pack->body.refused);
         pack->body.refused.reason = text(in->refused.reason);
+        pack->body.refused.anew = in->refused.anew;
         envelope->body_case = KVW__ENVELOPE__BODY_REFUSED;
         envelope->refused = &pack->body.refused;
         return PD_OK;
@@ -623,6 +627,7 @@ static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
     out->transfer_address = in->transfer_address.data;
     out->transfer_address_len = in->transfer_address.len;
     out->pid = in->pid;
+    out->host = in->host;
 }
 
 static void take_heartbeat(unpacking *un, const Kvw__Heartbeat *in, pd_msg_heartbeat *out)
@@ -742,6 +747,8 @@ static void take_peer_up(unpacking *un, const Kvw__PeerUp *in, pd_msg_peer_up *o
     out->incarnation = in->incarnation;
     out->transfer_address = in->transfer_address.data;
     out->transfer_address_len = in->transfer_address.len;
+    out->pid = in->pid;
+    out->host = in->host;
 }
 
 static void take_lease_request(unpacking *un, const Kvw__LeaseRequest *in,
@@ -853,6 +860,7 @@ static void take_body(unpacking *un, const Kvw__Envelope *in, pd_message *out)
         out->kind = PD_MSG_REFUSED;
         take_text(un, in->refused->reason, out->refused.reason, PD_REASON_BYTES, true,
                   "reason is too long");
+        out->refused.anew = in->refused->anew;
         return;
     case KVW__ENVELOPE__BODY_ROUTER_HEARTBEAT:
         out->kind = PD_MSG_ROUTER_HEARTBEAT;

@@ -74,6 +74,7 @@ typedef struct pd_msg_hello {
     const void *transfer_address;
     size_t transfer_address_len;
     int64_t pid;
+    uint64_t host; /* where pid means something (host and pid namespace); 0: unknown */
 } pd_msg_hello;
 
 typedef struct pd_msg_heartbeat {
@@ -183,6 +184,7 @@ typedef struct pd_msg_welcome {
 
 typedef struct pd_msg_refused {
     char reason[PD_REASON_BYTES]; /* names both values; the worker logs it and exits */
+    bool anew; /* this incarnation alone is refused: a new start of the worker may be taken */
 } pd_msg_refused;
 
 typedef struct pd_msg_router_heartbeat {
@@ -197,12 +199,16 @@ typedef struct pd_msg_peer_up {
     uint64_t incarnation;
     const void *transfer_address;
     size_t transfer_address_len;
+    int64_t pid; /* on that host; 0: unknown */
+    uint64_t host;
 } pd_msg_peer_up;
 
-/* That incarnation is dead: its link is closed, its writes can land no more. */
+/* The router has given that incarnation up: silent, or replaced, or it left. It may be a process
+ * that stands still and goes on one day: may_write says so. */
 typedef struct pd_msg_peer_gone {
     char name[PD_NAME_BYTES];
     uint64_t incarnation;
+    bool may_write; /* not on the wire: the receiver knows that the process is still there */
 } pd_msg_peer_gone;
 
 typedef struct pd_msg_lease_request {

@@ -7,6 +7,7 @@
 #include "common/kv/seal.h"
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
+#include "common/worker/peer_watch.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -27,6 +28,8 @@ typedef struct worker {
     pd_role_core *core;
     pd_loop *loop;
     pd_bus *bus;
+    pd_peer_watch *peers; /* of whom it matters whether they are dead */
+    uint64_t host;
     pd_loop_timer *tick_timer, *beat_timer;
     uint64_t layout_fingerprint;
     unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX];
@@ -163,6 +166,7 @@ static void say_hello(worker *w)
     hello->transfer_address = w->address;
     hello->transfer_address_len = w->address_len;
     hello->pid = getpid();
+    hello->host = w->host;
     w->hello_ns = pd_clock_now_ns();
     /* Not there yet is how every cluster starts: no warning. */
     if (pd_bus_send(w->bus, NULL, &message) != PD_OK)
@@ -211,7 +215,8 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
     (void)from;
     if (message->kind == PD_MSG_REFUSED) {
         pd_log_error("msg=\"the router refuses this worker: %s\"", message->refused.reason);
-        stop(w, 2);
+        /* 2 is a matter of configuration: nobody starts us again. */
+        stop(w, message->refused.anew ? 1 : 2);
         return;
     }
     if (message->kind == PD_MSG_WELCOME)
@@ -226,7 +231,23 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
     if (w->router == 0)
         return;
     w->router_heard_ns = now_ns;
+    pd_message gone;
+    if (message->kind == PD_MSG_PEER_UP && w->ops->peer_dead != NULL &&
+        message->peer_up.host == w->host && w->host != 0)
+        pd_peer_watch_add(w->peers, message->peer_up.incarnation, message->peer_up.pid);
+    if (message->kind == PD_MSG_PEER_GONE) {
+        gone = *message;
+        gone.peer_gone.may_write = pd_peer_watch_alive(w->peers, message->peer_gone.incarnation);
+        message = &gone;
+    }
     w->ops->on_message(w->core, w->router, message, now_ns);
+}
+
+static void on_peer_dead(void *ctx, uint64_t incarnation)
+{
+    worker *w = ctx;
+
+    w->ops->peer_dead(w->core, incarnation, pd_clock_now_ns());
 }
 
 static void on_engine(void *ctx, uint32_t epoll_events)
@@ -432,10 +453,13 @@ static pd_status prepare(worker *w)
     if (status != PD_OK)
         return status;
     w->layout_fingerprint = pd_kv_layout_fingerprint(&w->setup.layout);
+    w->host = pd_peer_watch_host();
     w->beat_ns = w->setup.deployment.heartbeat.interval_ns;
     w->lost_after_ns = w->setup.deployment.heartbeat.lost_after_ns;
     pack_address(w);
     status = make_core(w);
+    if (status == PD_OK)
+        status = pd_peer_watch_create(w->loop, on_peer_dead, w, &w->peers);
     if (status == PD_OK)
         status = pd_loop_timer_create(w->loop, on_tick, w, &w->tick_timer);
     if (status == PD_OK)
@@ -465,6 +489,7 @@ static void dismantle(worker *w)
         pd_loop_remove_fd(w->loop, w->setup.options->engine->fd(w->setup.engine));
     if (w->setup.transfer != NULL)
         pd_loop_remove_fd(w->loop, pd_transfer_fd(w->setup.transfer));
+    pd_peer_watch_destroy(w->peers);
     /* The engine's thread reads the core's plan: it ends first. */
     const pd_role_ops *ops = w->ops;
     pd_worker_setup_close(&w->setup);

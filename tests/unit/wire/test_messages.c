@@ -49,7 +49,8 @@ static void fill(pd_message *m, pd_message_kind kind)
                                   .transfer = "ucx/shm",
                                   .transfer_address = "a\0b",
                                   .transfer_address_len = 3,
-                                  .pid = 1234};
+                                  .pid = 1234,
+                                  .host = 77};
         break;
     case PD_MSG_HEARTBEAT:
         m->heartbeat = (pd_msg_heartbeat){.incarnation = 99,
@@ -111,14 +112,19 @@ static void fill(pd_message *m, pd_message_kind kind)
                                           .snapshot = true};
         break;
     case PD_MSG_WELCOME: m->welcome = (pd_msg_welcome){1, 200, 2000}; break;
-    case PD_MSG_REFUSED: snprintf(m->refused.reason, PD_REASON_BYTES, "no"); break;
+    case PD_MSG_REFUSED:
+        snprintf(m->refused.reason, PD_REASON_BYTES, "no");
+        m->refused.anew = true;
+        break;
     case PD_MSG_ROUTER_HEARTBEAT: m->router_heartbeat.router = 5; break;
     case PD_MSG_PEER_UP:
         m->peer_up = (pd_msg_peer_up){.name = "p",
                                       .role = PD_ROLE_PREFILL,
                                       .incarnation = 3,
                                       .transfer_address = "xyz",
-                                      .transfer_address_len = 3};
+                                      .transfer_address_len = 3,
+                                      .pid = 1234,
+                                      .host = 77};
         break;
     case PD_MSG_PEER_GONE: m->peer_gone = (pd_msg_peer_gone){.name = "p", .incarnation = 3}; break;
     case PD_MSG_LEASE_REQUEST:
