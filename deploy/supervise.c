@@ -19,9 +19,9 @@
 #include <unistd.h>
 
 #define GRACE_NS         (10 * PD_NS_PER_S) /* SIGTERM to SIGKILL */
-#define CRASHES_MAX      5                  /* in a row; then a service stays down */
-#define CRASH_UPTIME_NS  (30 * PD_NS_PER_S) /* a longer run begins a new row */
-#define BACKOFF_FIRST_NS (500 * PD_NS_PER_MS)
+#define CRASH_UPTIME_NS  (10 * PD_NS_PER_S) /* a longer run begins a new row of crashes */
+#define BACKOFF_FIRST_NS (250 * PD_NS_PER_MS)
+#define BACKOFF_MAX_NS   (8 * PD_NS_PER_S)
 #define PROGRESS_NS      (2 * PD_NS_PER_S)
 #define CHOSEN_MAX       6
 #define LINE_MAX_BYTES   1024
@@ -362,7 +362,8 @@ static void start_service(supervisor *s, service *at, bool first)
     set_phase(at, s->state->ready ? "running" : "starting");
 }
 
-/* A service ended while the cluster runs: restart it with back-off, or leave it down. */
+/* A service ended while the cluster runs: restart it with back-off, however often; what brought it
+ * down may pass. Only one whose configuration is wrong (status 2) stays down. */
 static void plan_restart(supervisor *s, service *at, int wait_status, uint64_t now_ns)
 {
     at->crashes = now_ns - at->started_ns > CRASH_UPTIME_NS ? 1 : at->crashes + 1;
@@ -372,13 +373,9 @@ static void plan_restart(supervisor *s, service *at, int wait_status, uint64_t n
             at->state->last_error);
         return;
     }
-    if (at->crashes > CRASHES_MAX) {
-        set_phase(at, "failed");
-        say(s, 'E', "%s %s; it ended %u times in a row and is not restarted any more",
-            at->state->name, at->state->last_error, at->crashes);
-        return;
-    }
-    uint64_t wait_ns = BACKOFF_FIRST_NS << (at->crashes - 1);
+    uint64_t wait_ns = BACKOFF_FIRST_NS;
+    for (uint32_t i = 1; i < at->crashes && wait_ns < BACKOFF_MAX_NS; i++)
+        wait_ns *= 2;
     at->restart_due_ns = now_ns + wait_ns;
     set_phase(at, "waiting");
     say(s, 'E', "%s %s; restarted in %llu ms", at->state->name, at->state->last_error,
