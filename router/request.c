@@ -849,6 +849,10 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     if (done->status == PD_E_OVERLOAD && r->next_index == 0) {
         requeue(t, r, now_ns);
         block_worker(t, slot, 0, now_ns);
+    } else if (done->status == PD_E_TOO_LARGE && r->next_index == 0) {
+        fail(t, r, 400, "context_length_exceeded", 0,
+             "the prompt (%u tokens) is more than a prefill worker takes: %s", r->prompt_tokens,
+             done->reason);
     } else {
         retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_failed", why, now_ns);
     }
