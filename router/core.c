@@ -276,6 +276,8 @@ void router_core_on_tick(router_core *core, uint64_t now_ns)
     }
     router_cluster_on_tick(core->cluster, now_ns);
     router_requests_on_tick(core->requests, now_ns);
+    if (core->stopping)
+        router_requests_on_stopping(core->requests, false);
 }
 
 uint64_t router_core_next_due(const router_core *core)
@@ -288,6 +290,11 @@ uint64_t router_core_next_due(const router_core *core)
 void router_core_stop(router_core *core)
 {
     core->stopping = true;
+}
+
+void router_core_end_all(router_core *core)
+{
+    router_requests_on_stopping(core->requests, true);
 }
 
 /* ---- looking in ---- */

@@ -122,8 +122,11 @@ void router_core_on_message(router_core *core, const char *from, const pd_messag
 void router_core_on_tick(router_core *core, uint64_t now_ns);
 uint64_t router_core_next_due(const router_core *core); /* never UINT64_MAX */
 
-/* No new work is taken: every router_core_on_request is refused with 503. */
+/* No new work is taken: every router_core_on_request is refused with 503, and what waits for a
+ * worker ends so when all of them are leaving too. */
 void router_core_stop(router_core *core);
+/* The grace is over: whatever is left ends with an error. */
+void router_core_end_all(router_core *core);
 
 /* ---- looking in: for /ready, /workers, /metrics and tests ---- */
 

@@ -637,6 +637,11 @@ uint16_t http_server_port(const http_server *server)
     return server->port;
 }
 
+bool http_server_busy(const http_server *server)
+{
+    return server->exchanges != NULL;
+}
+
 uint32_t http_server_connections(const http_server *server)
 {
     return server->connections;

@@ -54,6 +54,8 @@ void http_server_destroy(http_server *server);
 /* No new connections; those there are go on. */
 void http_server_stop_accepting(http_server *server);
 uint16_t http_server_port(const http_server *server);
+/* A request is being read, answered, or its answer is not sent in full. */
+bool http_server_busy(const http_server *server);
 uint32_t http_server_connections(const http_server *server);
 
 void http_set_user(http_exchange *exchange, void *user);

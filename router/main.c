@@ -24,7 +24,7 @@
 enum {
     EXIT_CONFIG = 2,
     CONTEXT_DEFAULT_MAX = 8192,
-    GRACE_S = 10, /* for answers in flight at SIGTERM */
+    GRACE_S = 8, /* for answers in flight at SIGTERM; a supervisor waits 10 seconds in all */
     IDLE_TIMEOUT_S = 75,
     TEXT_QUEUE_MAX = 256,
     RENDERED_TIMES = 4, /* a rendered conversation may be this much longer than its body */

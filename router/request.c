@@ -1001,6 +1001,19 @@ void router_requests_on_tick(router_requests *t, uint64_t now_ns)
         router_requests_pump(t, now_ns);
 }
 
+void router_requests_on_stopping(router_requests *t, bool all)
+{
+    bool prefill = another_ready(t, PD_ROLE_PREFILL, ROUTER_NO_WORKER);
+    bool decode = another_ready(t, PD_ROLE_DECODE, ROUTER_NO_WORKER);
+    for (uint32_t i = 0; i < t->slots_used; i++) {
+        request *r = &t->slots[i];
+        if (r->state == CLOSING || r->state == FREE)
+            continue;
+        if (all || (r->state == QUEUED && (!prefill || (!decode && r->max_tokens > 1))))
+            fail(t, r, 503, "shutting_down", 5, "this router is shutting down");
+    }
+}
+
 uint64_t router_requests_next_due(const router_requests *t)
 {
     uint64_t wake_ns = t->queue_count > 0 ? t->wake_ns : UINT64_MAX;

@@ -51,6 +51,9 @@ void router_requests_on_decode_failed(router_requests *requests, uint32_t slot,
 void router_requests_on_worker_gone(router_requests *requests, uint32_t slot, const char *why,
                                     uint64_t now_ns);
 /* Something got better (a worker is ready, room came back): the queue is tried again. */
+/* The router is stopping: requests that wait for a worker end with 503 when there is none that
+ * takes new work; all: every request ends so. */
+void router_requests_on_stopping(router_requests *requests, bool all);
 void router_requests_pump(router_requests *requests, uint64_t now_ns);
 void router_requests_on_tick(router_requests *requests, uint64_t now_ns);
 uint64_t router_requests_next_due(const router_requests *requests);

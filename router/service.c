@@ -10,6 +10,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#define LAST_WORDS_NS (500 * PD_NS_PER_MS) /* for errors to reach their clients at the end */
+
 enum { PAGE_MAX = 16 << 20 };
 
 struct service {
@@ -22,6 +24,7 @@ struct service {
     pd_loop_timer *core_timer, *second_timer;
     int64_t created; /* unix seconds, of the models */
     bool stopping;
+    bool ended; /* the grace is over and every answer was told so */
     uint64_t stop_ns;
     pd_loop_fn *stopped;
     void *stopped_ctx;
@@ -433,14 +436,28 @@ static void on_core_timer(void *ctx)
     router_core_on_tick(s->core, pd_clock_now_ns());
 }
 
+/* Nothing is left, not even bytes on their way to a client; or the grace is over. */
+static bool service_over(service *s, uint64_t now_ns)
+{
+    if (s->env.count == 0 && !http_server_busy(s->http))
+        return true;
+    if (now_ns < s->stop_ns)
+        return false;
+    if (s->ended)
+        return true;
+    pd_log_warn("msg=\"the grace is over: answers end with an error\" answers=%u", s->env.count);
+    s->ended = true;
+    s->stop_ns = now_ns + LAST_WORDS_NS;
+    router_core_end_all(s->core);
+    return false;
+}
+
 static void on_second(void *ctx)
 {
     service *s = ctx;
     uint64_t now_ns = pd_clock_now_ns();
     session_tick_all(&s->env, now_ns);
-    if (s->stopping && (s->env.count == 0 || now_ns >= s->stop_ns)) {
-        if (s->env.count > 0)
-            pd_log_warn("msg=\"the grace is over: answers are cut\" answers=%u", s->env.count);
+    if (s->stopping && service_over(s, now_ns)) {
         s->stopped(s->stopped_ctx);
         return;
     }
