@@ -136,6 +136,22 @@ static pd_status check_model(supervisor *s)
     return PD_E_INVALID;
 }
 
+/* The pools are touched page by page, as requests come: without this the kernel would promise more
+ * than there is, and kill a worker some day. */
+static pd_status check_memory(supervisor *s)
+{
+    const pd_deployment *d = s->deployment;
+    uint64_t machine = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    uint32_t workers = d->prefill.workers + d->decode.workers;
+    const double gib = 1ull << 30;
+
+    if (d->kv.memory_bytes <= machine / workers)
+        return PD_OK;
+    say(s, 'E', "kv.memory: %u workers with %.2f GiB each are more than this machine's %.2f GiB",
+        workers, (double)d->kv.memory_bytes / gib, (double)machine / gib);
+    return PD_E_INVALID;
+}
+
 /* A port nobody has, other than those picked before. */
 static pd_status pick_port(const char *host, const uint16_t *taken, size_t taken_count,
                            uint16_t *port_out, char why[128])
@@ -295,6 +311,8 @@ static pd_status prepare(supervisor *s)
 
     if (status == PD_OK)
         status = check_model(s);
+    if (status == PD_OK)
+        status = check_memory(s);
     if (status == PD_OK)
         status = add_services(s);
     if (status != PD_OK)
