@@ -213,6 +213,44 @@ static void a_dead_sender_ends_a_quarantine_and_gets_no_lease(void **state)
     done(w);
 }
 
+/* The router gave it up, and yet it is a process: stopped, perhaps, in the middle of a write. */
+static void what_a_stopped_sender_may_write_into_stays_taken_until_it_is_dead(void **state)
+{
+    (void)state;
+    for (int started = 0; started < 2; started++) {
+        world *w = leased();
+        uint32_t tokens[41] = {0};
+        uint64_t sender = w->prefill.options.incarnation;
+        pd_message message = {.kind = PD_MSG_DECODE_START};
+
+        message.decode_start = (pd_msg_decode_start){.key = the_key,
+                                                     .id = "r",
+                                                     .tokens = tokens,
+                                                     .tokens_count = 41,
+                                                     .prompt_tokens = 40,
+                                                     .max_tokens = 10};
+        if (started)
+            world_to(w, &w->decode, &message);
+        message = (pd_message){.kind = PD_MSG_PEER_GONE};
+        message.peer_gone.incarnation = sender;
+        message.peer_gone.may_write = true;
+        world_to(w, &w->decode, &message);
+        assert_int_equal(ledger(w).quarantined, 4);
+        assert_int_equal(w->letters_count, started); /* who waits for it hears at once */
+        if (started)
+            assert_int_equal(w->letters[0].message.decode_failed.status, PD_E_PEER);
+        pd_notice notice = fitting(w, 0); /* it goes on, late */
+        to_decode(w, &notice);
+        message.peer_gone.may_write = true;
+        world_to(w, &w->decode, &message);
+        assert_int_equal(ledger(w).quarantined, 4);
+        w->decode.ops->peer_dead(w->decode.core, sender, w->now_ns);
+        assert_int_equal(ledger(w).quarantined, 0);
+        w->letters_count = 0;
+        done(w);
+    }
+}
+
 static void a_lease_that_is_not_renewed_runs_out(void **state)
 {
     (void)state;
@@ -344,6 +382,7 @@ int main(void)
         cmocka_unit_test(an_abort_ends_a_quarantine),
         cmocka_unit_test(an_abort_of_everything_of_a_router_ends_its_landings),
         cmocka_unit_test(a_dead_sender_ends_a_quarantine_and_gets_no_lease),
+        cmocka_unit_test(what_a_stopped_sender_may_write_into_stays_taken_until_it_is_dead),
         cmocka_unit_test(a_lease_that_is_not_renewed_runs_out),
         cmocka_unit_test(a_cancel_of_what_never_came_frees_what_was_leased_for_it),
         cmocka_unit_test(what_nobody_was_asked_to_write_is_free_at_once),
