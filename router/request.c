@@ -644,6 +644,11 @@ static void lease_refused(router_requests *t, request *r, uint32_t slot,
     } else if (reply->status == PD_E_OVERLOAD) {
         requeue(t, r, now_ns);
         block_worker(t, slot, reply->retry_after_ms, now_ns);
+    } else if (reply->status == PD_E_PEER) {
+        /* It knows of the prefill worker's death, and we do not yet. */
+        uint32_t prefill = r->prefill;
+        requeue(t, r, now_ns);
+        block_worker(t, prefill, BLOCKED_MS_MAX, now_ns);
     } else {
         char why[ROUTER_MESSAGE_BYTES];
         snprintf(why, sizeof why, "decode worker %s refused the lease: %s",

@@ -463,6 +463,7 @@ static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
 {
     fake_worker *w = &f->workers[i];
     w->cancels += message->kind == PD_MSG_CANCEL;
+    w->unwritten += message->kind == PD_MSG_CANCEL && message->cancel.unwritten;
     if (w->deaf && (message->kind == PD_MSG_LEASE_REQUEST || message->kind == PD_MSG_DECODE_START ||
                     message->kind == PD_MSG_PREFILL_REQUEST))
         return;

@@ -44,7 +44,7 @@ typedef struct fake_worker {
     uint32_t prefills; /* requests here */
     pd_request_key prefilling[FAKE_LEASES_MAX];
     fake_lease leases[FAKE_LEASES_MAX];
-    uint32_t snapshots, peers_gone, welcomed, refused, cancels;
+    uint32_t snapshots, peers_gone, welcomed, refused, cancels, unwritten;
     char refusal[PD_REASON_BYTES];
 } fake_worker;
 

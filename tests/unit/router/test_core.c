@@ -284,6 +284,66 @@ static void a_lost_prefill_worker_is_survived_before_the_first_token(void **stat
     world_free(w);
 }
 
+/* It may only stand still: that nobody writes any more is not the router's to say. */
+static void a_lost_writer_is_not_called_silent(void **state)
+{
+    (void)state;
+    world *w = world_new(18);
+    uint32_t victim = fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    uint32_t decode = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    answer *a = ask(w, 40, 20);
+    for (int i = 0; i < 100 && w->fake.workers[victim].prefills == 0; i++)
+        wait_ms(w, 1);
+    assert_int_equal(w->fake.workers[victim].prefills, 1);
+    fake_kill(&w->fake, victim);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    wait_ms(w, 3000);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(w->fake.workers[decode].cancels, 1);
+    assert_int_equal(w->fake.workers[decode].unwritten, 0);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+/* While the router stops: what waits for workers that all leave ends at once, the rest when told.
+ */
+static void a_stop_ends_what_waits_for_workers_that_leave(void **state)
+{
+    (void)state;
+    world *w = world_new(19);
+    uint32_t prefill = fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    uint32_t decode = fake_add(&w->fake, PD_ROLE_DECODE, 4); /* room for one */
+    wait_ms(w, 200);
+    answer *first = ask(w, 40, 20), *second = ask(w, 40, 20);
+    router_core_stop(w->fake.core);
+    wait_ms(w, 5);
+    assert_int_equal(second->ends, 0); /* the workers are there: room may come */
+    fake_kill(&w->fake, prefill);
+    fake_kill(&w->fake, decode);
+    wait_ms(w, 3000);
+    assert_int_equal(first->ends, 1);
+    assert_int_equal(second->ends, 1);
+    assert_int_equal(second->status, 503);
+    assert_string_equal(second->code, "shutting_down");
+    world_free(w);
+
+    w = world_new(20);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    first = ask(w, 40, 200);
+    router_core_stop(w->fake.core);
+    wait_ms(w, 20);
+    assert_int_equal(first->ends, 0);
+    router_core_end_all(w->fake.core);
+    assert_int_equal(first->ends, 1);
+    assert_string_equal(first->code, "shutting_down");
+    wait_ms(w, 500);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
 static void a_lost_decode_worker_in_the_middle_is_a_clear_503(void **state)
 {
     (void)state;
@@ -578,6 +638,8 @@ int main(void)
         cmocka_unit_test(a_full_decode_worker_makes_requests_wait_not_fail),
         cmocka_unit_test(a_full_queue_is_429),
         cmocka_unit_test(a_lost_prefill_worker_is_survived_before_the_first_token),
+        cmocka_unit_test(a_lost_writer_is_not_called_silent),
+        cmocka_unit_test(a_stop_ends_what_waits_for_workers_that_leave),
         cmocka_unit_test(a_lost_decode_worker_in_the_middle_is_a_clear_503),
         cmocka_unit_test(cancel_in_every_state_frees_everything),
         cmocka_unit_test(a_worker_that_does_not_answer_is_a_deadline_and_a_second_try),
