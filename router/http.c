@@ -25,8 +25,11 @@ enum {
 
 /* A connection, watched for its client's hang-up. */
 typedef struct connection {
+    struct connection *prev, *next; /* all of a server */
     int fd;
     bool watched;
+    bool ended;             /* the client sends nothing more */
+    uint64_t due_ns;        /* its next request must be here then; UINT64_MAX: none is awaited */
     http_exchange *current; /* NULL between requests */
 } connection;
 
@@ -55,7 +58,7 @@ struct http_server {
     pd_loop *loop;
     http_options options;
     struct MHD_Daemon *daemon;
-    pd_loop_timer *timer;
+    pd_loop_timer *timer, *sweep_timer;
     int listen_fd, mhd_fd, hangup_fd;
     uint16_t port;
     bool dirty; /* the library has something to do */
@@ -63,6 +66,7 @@ struct http_server {
     bool stopped;
     uint32_t connections;
     http_exchange *exchanges;
+    connection *peers;
 };
 
 /* ---- the handler's side ---- */
@@ -207,6 +211,19 @@ static void tell_gone(http_exchange *exchange)
     handler->on_gone(handler->ctx, exchange);
 }
 
+/* From now on the client has seconds more to send its next request to the end. */
+static void await_request(http_server *server, connection *peer, uint64_t seconds)
+{
+    if (peer != NULL && server->options.receive_timeout_s > 0)
+        peer->due_ns = pd_clock_now_ns() + seconds * PD_NS_PER_S;
+}
+
+static void await_next(http_server *server, connection *peer)
+{
+    await_request(server, peer,
+                  (uint64_t)server->options.idle_timeout_s + server->options.receive_timeout_s);
+}
+
 static void exchange_free(http_exchange *exchange)
 {
     http_server *server = exchange->server;
@@ -248,6 +265,7 @@ static http_exchange *exchange_new(http_server *server, struct MHD_Connection *m
     exchange->peer = info == NULL ? NULL : info->socket_context;
     if (exchange->peer != NULL)
         exchange->peer->current = exchange;
+    await_request(server, exchange->peer, server->options.receive_timeout_s);
     if (exchange->method == NULL || exchange->path == NULL) {
         exchange_free(exchange);
         return NULL;
@@ -295,6 +313,36 @@ static enum MHD_Result refuse_too_large(http_exchange *exchange)
     return refuse(exchange, MHD_HTTP_CONTENT_TOO_LARGE, "body_too_large", text);
 }
 
+typedef struct framing {
+    const char *length;
+    bool chunked, unclear;
+} framing;
+
+static enum MHD_Result read_framing(void *ctx, enum MHD_ValueKind kind, const char *name,
+                                    const char *value)
+{
+    framing *found = ctx;
+    (void)kind;
+    found->unclear |= name[strcspn(name, " \t")] != '\0'; /* no name: some read it as one */
+    if (strcasecmp(name, "Content-Length") == 0) {
+        found->unclear |= found->length != NULL && strcmp(found->length, value) != 0;
+        found->length = value;
+    } else if (strcasecmp(name, "Transfer-Encoding") == 0) {
+        found->unclear |= found->chunked || strcasecmp(value, "chunked") != 0;
+        found->chunked = true;
+    }
+    return MHD_YES;
+}
+
+/* Where a body ends must not be a matter of opinion: a proxy before us that takes the other header
+ * for true would hand us one client's bytes as another's request. */
+static bool length_is_unclear(const http_exchange *exchange)
+{
+    framing found = {0};
+    MHD_get_connection_values(exchange->mhd, MHD_HEADER_KIND, read_framing, &found);
+    return found.unclear || (found.chunked && found.length != NULL);
+}
+
 /* A length that is over the limit is refused before a byte of the body is read. */
 static bool announces_too_much(const http_exchange *exchange)
 {
@@ -324,11 +372,19 @@ static enum MHD_Result hand_over(http_exchange *exchange)
 {
     const http_handler *handler = &exchange->server->options.handler;
     exchange->handed = true;
+    if (exchange->peer != NULL)
+        exchange->peer->due_ns = UINT64_MAX;
     handler->on_request(handler->ctx, exchange);
     if (exchange->gone)
         return MHD_NO;
     if (exchange->answer != NULL)
         return queue_answer(exchange);
+    if (exchange->peer != NULL && exchange->peer->ended) {
+        /* It left before its request was handed over: nobody would tell any more. */
+        exchange->gone = true;
+        tell_gone(exchange);
+        return MHD_NO;
+    }
     exchange->suspended = true;
     MHD_suspend_connection(exchange->mhd);
     return MHD_YES;
@@ -346,6 +402,9 @@ static enum MHD_Result on_access(void *ctx, struct MHD_Connection *mhd, const ch
         if (exchange == NULL)
             return MHD_NO;
         *slot = exchange;
+        if (length_is_unclear(exchange))
+            return refuse(exchange, MHD_HTTP_BAD_REQUEST, "unclear_length",
+                          "Content-Length and Transfer-Encoding contradict each other");
         return announces_too_much(exchange) ? refuse_too_large(exchange) : MHD_YES;
     }
     if (exchange->gone)
@@ -371,16 +430,27 @@ static enum MHD_Result on_access(void *ctx, struct MHD_Connection *mhd, const ch
     return hand_over(exchange);
 }
 
+/* The library waits for an edge of its own epoll, and the one that told of the client's end may
+ * have come with its last request: it would sit on the connection until it is idle for too long.
+ * Closing the end that is closed already makes another edge; what is still unread stays readable.
+ */
+static void show_end(connection *peer)
+{
+    if (peer != NULL && peer->ended)
+        shutdown(peer->fd, SHUT_RD);
+}
+
 static void on_completed(void *ctx, struct MHD_Connection *mhd, void **slot,
                          enum MHD_RequestTerminationCode why)
 {
     http_exchange *exchange = *slot;
-    (void)ctx;
     (void)mhd;
-    (void)why;
     if (exchange == NULL)
         return;
     *slot = NULL;
+    await_next(ctx, exchange->peer);
+    if (why == MHD_REQUEST_TERMINATED_COMPLETED_OK)
+        show_end(exchange->peer);
     tell_gone(exchange); /* of a complete answer the handler has taken leave already */
     exchange_free(exchange);
 }
@@ -393,6 +463,18 @@ static void unwatch(http_server *server, connection *peer)
     peer->watched = false;
 }
 
+static void forget_peer(http_server *server, connection *peer)
+{
+    unwatch(server, peer);
+    if (peer->prev != NULL)
+        peer->prev->next = peer->next;
+    else
+        server->peers = peer->next;
+    if (peer->next != NULL)
+        peer->next->prev = peer->prev;
+    pd_free(peer);
+}
+
 static void on_connection(void *ctx, struct MHD_Connection *mhd, void **slot,
                           enum MHD_ConnectionNotificationCode code)
 {
@@ -401,8 +483,7 @@ static void on_connection(void *ctx, struct MHD_Connection *mhd, void **slot,
     if (code == MHD_CONNECTION_NOTIFY_CLOSED) {
         server->connections--;
         if (peer != NULL)
-            unwatch(server, peer);
-        pd_free(peer);
+            forget_peer(server, peer);
         *slot = NULL;
         return;
     }
@@ -413,6 +494,12 @@ static void on_connection(void *ctx, struct MHD_Connection *mhd, void **slot,
     if (peer == NULL)
         return; /* works, but its hang-up shows only when something is sent */
     peer->fd = info->connect_fd;
+    peer->due_ns = UINT64_MAX;
+    peer->next = server->peers;
+    if (peer->next != NULL)
+        peer->next->prev = peer;
+    server->peers = peer;
+    await_next(server, peer);
     struct epoll_event event = {.events = EPOLLRDHUP, .data.ptr = peer};
     peer->watched = epoll_ctl(server->hangup_fd, EPOLL_CTL_ADD, peer->fd, &event) == 0;
     if (!peer->watched)
@@ -432,6 +519,8 @@ static void on_hangup(void *ctx, uint32_t epoll_events)
         connection *peer = events[i].data.ptr;
         http_exchange *exchange = peer->current;
         unwatch(server, peer);
+        peer->ended = true;
+        show_end(peer);
         if (exchange == NULL || !exchange->handed || exchange->gone)
             continue; /* the library reads the end itself */
         if (exchange->over)
@@ -491,6 +580,25 @@ static bool on_prepare(void *ctx)
     return server->dirty;
 }
 
+/* The library's own limit begins anew with every byte; this one does not. */
+static void on_sweep(void *ctx)
+{
+    http_server *server = ctx;
+    const http_handler *handler = &server->options.handler;
+    uint64_t now_ns = pd_clock_now_ns();
+    for (connection *peer = server->peers; peer != NULL; peer = peer->next) {
+        if (peer->due_ns > now_ns)
+            continue;
+        peer->due_ns = UINT64_MAX;
+        pd_log_debug("msg=\"http: a client took too long to send a request\"");
+        if (handler->on_refused != NULL)
+            handler->on_refused(handler->ctx, MHD_HTTP_REQUEST_TIMEOUT);
+        shutdown(peer->fd, SHUT_RDWR); /* the library reads the end */
+        server->dirty = true;
+    }
+    pd_loop_timer_arm(server->sweep_timer, now_ns + PD_NS_PER_S);
+}
+
 /* ---- start and stop ---- */
 
 static int listen_on(const http_options *options)
@@ -545,6 +653,34 @@ __attribute__((format(printf, 2, 0))) static void on_log(void *ctx, const char *
     pd_log_debug("msg=\"http: %s\"", text);
 }
 
+static int hex_digit(char c)
+{
+    return c >= '0' && c <= '9'   ? c - '0'
+           : c >= 'a' && c <= 'f' ? c - 'a' + 10
+           : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                  : -1;
+}
+
+/* Undoes %XX in place. A %00 stays: as a byte it would end the path for whoever compares it. */
+static size_t on_unescape(void *ctx, struct MHD_Connection *mhd, char *text)
+{
+    char *out = text;
+    (void)ctx;
+    (void)mhd;
+    for (const char *in = text; *in != '\0'; in++) {
+        int high = *in == '%' ? hex_digit(in[1]) : -1;
+        int low = high >= 0 ? hex_digit(in[2]) : -1;
+        if (low >= 0 && (high | low) != 0) {
+            *out++ = (char)(high << 4 | low);
+            in += 2;
+        } else {
+            *out++ = *in;
+        }
+    }
+    *out = '\0';
+    return (size_t)(out - text);
+}
+
 static pd_status start_daemon(http_server *server)
 {
     const http_options *options = &server->options;
@@ -554,7 +690,9 @@ static pd_status start_daemon(http_server *server)
         server->listen_fd, MHD_OPTION_CONNECTION_LIMIT, options->connections_max,
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, options->header_bytes_max + MEMORY_BESIDE_HEADERS,
         MHD_OPTION_CONNECTION_TIMEOUT, options->idle_timeout_s, MHD_OPTION_NOTIFY_COMPLETED,
-        on_completed, server, MHD_OPTION_NOTIFY_CONNECTION, on_connection, server, MHD_OPTION_END);
+        on_completed, server, MHD_OPTION_NOTIFY_CONNECTION, on_connection, server,
+        MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_UNESCAPE_CALLBACK, on_unescape, NULL,
+        MHD_OPTION_END);
     if (server->daemon == NULL) {
         pd_log_error("msg=\"http: the server does not start: %m\"");
         return PD_E_IO;
@@ -585,9 +723,13 @@ pd_status http_server_create(pd_loop *loop, const http_options *options, http_se
     if (status == PD_OK)
         status = pd_loop_timer_create(loop, on_timer, server, &server->timer);
     if (status == PD_OK)
+        status = pd_loop_timer_create(loop, on_sweep, server, &server->sweep_timer);
+    if (status == PD_OK)
         status = pd_loop_add_prepare(loop, on_prepare, server);
     if (status != PD_OK)
         goto failed;
+    if (options->receive_timeout_s > 0)
+        pd_loop_timer_arm(server->sweep_timer, pd_clock_now_ns() + PD_NS_PER_S);
     *server_out = server;
     return PD_OK;
 failed:
@@ -623,6 +765,8 @@ void http_server_destroy(http_server *server)
         pd_loop_remove_prepare(server->loop, on_prepare, server);
         if (server->timer != NULL)
             pd_loop_timer_arm(server->timer, UINT64_MAX);
+        if (server->sweep_timer != NULL)
+            pd_loop_timer_arm(server->sweep_timer, UINT64_MAX);
         MHD_stop_daemon(server->daemon);
     }
     if (server->listen_fd >= 0)

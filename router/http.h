@@ -6,8 +6,9 @@
  * body; the handler answers at once or later, whole (http_respond) or as a stream, which the
  * server pulls: a client that reads slowly is asked for less, and nothing grows behind it. A
  * client that hangs up is noticed at any time, also while nothing is being sent (a half-closed
- * connection counts as gone). Bodies over the limit get 413, headers over it 431, idle
- * connections are closed. Loop thread only. */
+ * connection counts as gone). Bodies over the limit get 413, headers over it 431, a request whose
+ * length can be read in two ways 400; idle connections are closed, and so are those that take
+ * longer than receive_timeout_s to send a request, however steadily. Loop thread only. */
 
 #include "common/base/buf.h"
 #include "common/base/loop.h"
@@ -32,7 +33,8 @@ typedef struct http_handler {
     http_pull (*on_pull)(void *ctx, http_exchange *exchange, pd_buf *out);
     /* The client is gone before its answer was complete. The exchange is invalid afterwards. */
     void (*on_gone)(void *ctx, http_exchange *exchange);
-    /* An answer that the server gave by itself (413): for metrics. May be NULL. */
+    /* What the server did by itself (400, 413; 408: cut off for slowness): for metrics. May be
+     * NULL. */
     void (*on_refused)(void *ctx, int status);
 } http_handler;
 
@@ -42,6 +44,9 @@ typedef struct http_options {
     uint32_t connections_max;
     size_t body_bytes_max, header_bytes_max;
     uint32_t idle_timeout_s; /* of a connection on which nothing moves; 0: none */
+    /* For a request's body, from its last header to its last byte; for its headers, the same beside
+     * idle_timeout_s since the connection was last at rest. 0: none. */
+    uint32_t receive_timeout_s;
     http_handler handler;
 } http_options;
 
@@ -61,7 +66,8 @@ uint32_t http_server_connections(const http_server *server);
 void http_set_user(http_exchange *exchange, void *user);
 void *http_user(const http_exchange *exchange);
 const char *http_method(const http_exchange *exchange);
-const char *http_path(const http_exchange *exchange); /* without the query */
+/* Without the query; escapes undone, but %00 stays as it is written. */
+const char *http_path(const http_exchange *exchange);
 /* NULL when absent. name is matched without case. Borrowed. */
 const char *http_header(const http_exchange *exchange, const char *name);
 const char *http_body(const http_exchange *exchange, size_t *len_out);

@@ -26,6 +26,7 @@ enum {
     CONTEXT_DEFAULT_MAX = 8192,
     GRACE_S = 8, /* for answers in flight at SIGTERM; a supervisor waits 10 seconds in all */
     IDLE_TIMEOUT_S = 75,
+    RECEIVE_TIMEOUT_S = 60, /* for the body of a request */
     TEXT_QUEUE_MAX = 256,
     RENDERED_TIMES = 4, /* a rendered conversation may be this much longer than its body */
 };
@@ -214,7 +215,8 @@ static pd_status start_service(router *r, uint64_t incarnation)
                                   .connections_max = d->router.limits.connections,
                                   .body_bytes_max = d->router.limits.body_bytes,
                                   .header_bytes_max = d->router.limits.header_bytes,
-                                  .idle_timeout_s = IDLE_TIMEOUT_S};
+                                  .idle_timeout_s = IDLE_TIMEOUT_S,
+                                  .receive_timeout_s = RECEIVE_TIMEOUT_S};
     return service_create(r->loop, &options, &r->service);
 }
 

@@ -21,6 +21,7 @@ typedef struct site {
     uint64_t pulled, gone_ns;
     uint32_t requests, gone, refused;
     http_exchange *held;
+    uint32_t receive_timeout_s; /* 0: none */
     void (*client)(struct site *site);
     /* what the client saw */
     int status;
@@ -38,6 +39,8 @@ static void on_request(void *ctx, http_exchange *x)
     s->requests++;
     if (strcmp(http_path(x), "/echo") == 0)
         http_respond(x, 200, &headers, body, len);
+    else if (strncmp(http_path(x), "/echo", 5) == 0)
+        http_respond(x, 418, &headers, body, len);
     else if (strcmp(http_path(x), "/hold") == 0)
         s->held = x;
     else
@@ -90,17 +93,18 @@ static bool stop_when_done(void *ctx)
     return false;
 }
 
-static void with_site(site *s, void (*client)(site *site))
+static void with_slow_site(site *s, void (*client)(site *site), uint32_t receive_timeout_s)
 {
     pthread_t thread;
-    *s = (site){.client = client};
+    *s = (site){.client = client, .receive_timeout_s = receive_timeout_s};
     assert_int_equal(pd_loop_create(&s->loop), PD_OK);
     assert_int_equal(pd_loop_add_prepare(s->loop, stop_when_done, s), PD_OK);
     const http_options options = {.host = "127.0.0.1",
                                   .connections_max = 32,
                                   .body_bytes_max = BODY_MAX,
                                   .header_bytes_max = 8192,
-                                  .idle_timeout_s = 30,
+                                  .idle_timeout_s = receive_timeout_s > 0 ? 1 : 30,
+                                  .receive_timeout_s = receive_timeout_s,
                                   .handler = {s, on_request, on_pull, on_gone, on_refused}};
     assert_int_equal(http_server_create(s->loop, &options, &s->server), PD_OK);
     s->port = http_server_port(s->server);
@@ -109,6 +113,11 @@ static void with_site(site *s, void (*client)(site *site))
     pthread_join(thread, NULL);
     http_server_destroy(s->server);
     pd_loop_destroy(s->loop);
+}
+
+static void with_site(site *s, void (*client)(site *site))
+{
+    with_slow_site(s, client, 0);
 }
 
 static void keepalive_client(site *s)
@@ -199,6 +208,145 @@ static void a_body_without_end_is_cut_off(void **state)
     with_site(&s, endless_client);
     assert_true(s.ok);
     assert_int_equal(s.requests, 0);
+}
+
+static int status_of_raw(site *s, const char *request)
+{
+    char text[4096];
+    int fd = client_connect(s->port);
+    client_write(fd, request, strlen(request));
+    shutdown(fd, SHUT_WR);
+    client_read_until(fd, "never", text, sizeof text);
+    close(fd);
+    return client_status(text);
+}
+
+static void unclear_client(site *s)
+{
+    static const char *const unclear[] = {
+        "Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "Content-Length: 5\r\nContent-Length: 3\r\n\r\nhello",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "Transfer-Encoding: gzip\r\n\r\nhello",
+        "Content-Length : 5\r\n\r\nhello",
+    };
+    s->ok = true;
+    for (size_t i = 0; i < sizeof unclear / sizeof unclear[0]; i++) {
+        char request[256];
+        snprintf(request, sizeof request, "POST /echo HTTP/1.1\r\nHost: x\r\n%s", unclear[i]);
+        s->ok = s->ok && status_of_raw(s, request) == 400;
+    }
+    s->ok = s->ok && status_of_raw(s, "GET /echo HTTP/1.1\r\n\r\n") == 400; /* no host */
+    s->mark_ns = s->requests;
+    s->ok = s->ok && status_of_raw(s, "POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+                                      "Content-Length: 5\r\n\r\nhello") == 200;
+}
+
+static void a_length_that_can_be_read_in_two_ways_is_refused(void **state)
+{
+    (void)state;
+    site s;
+    with_site(&s, unclear_client);
+    assert_true(s.ok);
+    assert_int_equal(s.mark_ns, 0);
+    assert_int_equal(s.requests, 1);
+}
+
+static void nul_path_client(site *s)
+{
+    s->ok = status_of_raw(s, "GET /echo%00x HTTP/1.1\r\nHost: x\r\n\r\n") == 418 &&
+            status_of_raw(s, "GET /ec%68%6f HTTP/1.1\r\nHost: x\r\n\r\n") == 200 &&
+            status_of_raw(s, "GET /echo%0 HTTP/1.1\r\nHost: x\r\n\r\n") == 418 &&
+            status_of_raw(s, "GET /echo% HTTP/1.1\r\nHost: x\r\n\r\n") == 418;
+}
+
+static void an_escaped_nul_does_not_end_a_path(void **state)
+{
+    (void)state;
+    site s;
+    with_site(&s, nul_path_client);
+    assert_true(s.ok);
+    assert_int_equal(s.requests, 4);
+}
+
+/* One byte after another, none of them late: only the whole takes too long. */
+static bool is_cut_off(site *s, const char *head, const char *drip)
+{
+    int fd = client_connect(s->port);
+    bool cut = false;
+    client_write(fd, head, strlen(head));
+    for (int i = 0; i < 100 && !cut; i++) {
+        char byte;
+        usleep(100000);
+        cut = !client_write(fd, drip, strlen(drip)) || (recv(fd, &byte, 1, MSG_DONTWAIT) == 0);
+    }
+    close(fd);
+    return cut;
+}
+
+static void dripping_client(site *s)
+{
+    s->ok = is_cut_off(s, "GET /echo HTTP/1.1\r\nHost: x\r\n", "X: a\r\n") &&
+            is_cut_off(s, "POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n", "x");
+    int fd = client_connect(s->port); /* who waits for an answer is not in question */
+    client_get(fd, "/hold");
+    usleep(3500000);
+    s->ok = s->ok && s->held != NULL && s->gone == 0;
+    close(fd);
+}
+
+static void a_request_that_drips_in_is_cut_off(void **state)
+{
+    (void)state;
+    site s;
+    with_slow_site(&s, dripping_client, 1);
+    assert_true(s.ok);
+    assert_int_equal(s.refused, 2);
+    assert_int_equal(s.requests, 1);
+}
+
+static void hasty_client(site *s)
+{
+    for (int i = 0; i < 100; i++) { /* sends, and leaves before anybody has read it */
+        int fd = client_connect(s->port);
+        client_get(fd, "/hold");
+        close(fd);
+    }
+    usleep(300000);
+}
+
+static void a_client_that_leaves_at_once_is_noticed(void **state)
+{
+    (void)state;
+    site s;
+    with_site(&s, hasty_client);
+    assert_int_equal(s.gone, s.requests);
+    assert_null(s.held);
+}
+
+static void parting_client(site *s)
+{
+    for (int i = 0; i < 50; i++) /* each waits for the server to close, ten seconds at most */
+        s->ok =
+            status_of_raw(s, "GET /echo HTTP/1.1\r\nHost: x\r\n\r\n") == 200 && (i == 0 || s->ok);
+    for (int i = 0; i < 50; i++) {
+        int fd = client_connect(s->port);
+        client_get(fd, "/echo");
+        close(fd);
+    }
+    usleep(300000);
+    s->mark_ns = http_server_connections(s->server);
+}
+
+static void a_client_that_has_left_holds_no_connection(void **state)
+{
+    (void)state;
+    site s;
+    uint64_t start_ns = pd_clock_now_ns();
+    with_site(&s, parting_client);
+    assert_true(s.ok);
+    assert_int_equal(s.mark_ns, 0);
+    assert_true(pd_clock_now_ns() - start_ns < 10 * PD_NS_PER_S);
 }
 
 static void header_client(site *s)
@@ -324,6 +472,11 @@ int main(void)
         cmocka_unit_test(a_connection_serves_many_requests),
         cmocka_unit_test(a_body_over_the_limit_is_413_with_json),
         cmocka_unit_test(a_body_without_end_is_cut_off),
+        cmocka_unit_test(a_length_that_can_be_read_in_two_ways_is_refused),
+        cmocka_unit_test(an_escaped_nul_does_not_end_a_path),
+        cmocka_unit_test(a_request_that_drips_in_is_cut_off),
+        cmocka_unit_test(a_client_that_leaves_at_once_is_noticed),
+        cmocka_unit_test(a_client_that_has_left_holds_no_connection),
         cmocka_unit_test(headers_over_the_limit_are_refused),
         cmocka_unit_test(a_client_that_leaves_is_noticed_before_the_first_byte),
         cmocka_unit_test(a_slow_reader_costs_nothing_but_the_socket),
