@@ -189,8 +189,8 @@ void pages_metrics(const router_core *core, const char *model, uint32_t connecti
           (double)sums.waiting + counters.queued);
     gauge(out, "vllm:kv_cache_usage_perc", "KV blocks in use, 1 is all.", &label,
           sums.total == 0 ? 0 : (double)sums.used / (double)sums.total);
-    counter(out, "vllm:prompt_tokens_total", "Prompt tokens of finished answers.", &label,
-            counters.prompt_tokens);
+    counter(out, "vllm:prompt_tokens_total", "Prompt tokens of answers that began and have ended.",
+            &label, counters.prompt_tokens);
     counter(out, "vllm:generation_tokens_total", "Tokens answered.", &label, counters.tokens);
     counter(out, "vllm:prefix_cache_queries_total", "Prompt tokens looked up in prefix caches.",
             &label, counters.prompt_tokens);

@@ -277,6 +277,10 @@ static void block_worker(router_requests *t, uint32_t slot, uint64_t ms, uint64_
 
 static void release(router_requests *t, request *r)
 {
+    if (r->next_index > 0) { /* its prompt was worked through, whoever ended it */
+        t->o.counters->prompt_tokens += r->prompt_tokens;
+        t->o.counters->cached_tokens += r->cached_tokens;
+    }
     if (r->state == QUEUED)
         queue_remove(t, r);
     leave_workers(t, r);
@@ -325,8 +329,6 @@ static void finish(router_requests *t, request *r, uint64_t now_ns)
     pd_log_req_debug(r->id, "msg=\"request done\" tokens=%u cached=%u ms=%.1f", r->next_index,
                      r->cached_tokens, (double)end.total_ns / 1e6);
     t->o.counters->finished++;
-    t->o.counters->prompt_tokens += r->prompt_tokens;
-    t->o.counters->cached_tokens += r->cached_tokens;
     release(t, r);
     t->o.sink->finish(t->o.sink->ctx, handle, &end);
 }

@@ -488,26 +488,38 @@ static pd_status make_metrics(service *s)
     const struct {
         const char *name, *help;
         pd_metric **metric;
+        pd_metric_kind kind;
     } histograms[] = {
-        {"vllm:time_to_first_token_seconds", "Arrival to first token.", &env->ttft},
-        {"vllm:inter_token_latency_seconds", "Between two tokens of an answer.", &env->itl},
-        {"vllm:e2e_request_latency_seconds", "Arrival to the end of the answer.", &env->e2e},
-        {"vllm:request_queue_time_seconds", "Waiting in the router.", &env->queue},
+        {"vllm:time_to_first_token_seconds", "Arrival to first token.", &env->ttft,
+         PD_METRIC_HISTOGRAM},
+        {"vllm:inter_token_latency_seconds", "Between two tokens of an answer.", &env->itl,
+         PD_METRIC_HISTOGRAM},
+        {"vllm:e2e_request_latency_seconds", "Arrival to the end of the answer.", &env->e2e,
+         PD_METRIC_HISTOGRAM},
+        {"vllm:request_queue_time_seconds", "Waiting in the router.", &env->queue,
+         PD_METRIC_HISTOGRAM},
+        {"vllm:request_prompt_tokens", "Prompt tokens of an answer that began.", &env->prompt,
+         PD_METRIC_HISTOGRAM_TOKENS},
+        {"vllm:request_generation_tokens", "Tokens of an answer that began.", &env->generation,
+         PD_METRIC_HISTOGRAM_TOKENS},
     };
     const struct {
         const char *reason;
         pd_metric **metric;
     } reasons[] = {{"stop", &env->success_stop},
                    {"length", &env->success_length},
-                   {"abort", &env->success_abort}};
+                   {"abort", &env->success_abort},
+                   {"error", &env->success_error},
+                   {"timeout", &env->success_timeout}};
     pd_status status = pd_metrics_create(&env->metrics);
     for (size_t i = 0; i < sizeof histograms / sizeof histograms[0] && status == PD_OK; i++)
-        status = pd_metrics_series(env->metrics, PD_METRIC_HISTOGRAM, histograms[i].name,
+        status = pd_metrics_series(env->metrics, histograms[i].kind, histograms[i].name,
                                    histograms[i].help, model, 1, histograms[i].metric);
     for (size_t i = 0; i < sizeof reasons / sizeof reasons[0] && status == PD_OK; i++) {
         const pd_metric_label labels[] = {model[0], {"finished_reason", reasons[i].reason}};
         status = pd_metrics_series(env->metrics, PD_METRIC_COUNTER, "vllm:request_success_total",
-                                   "Answers by how they ended.", labels, 2, reasons[i].metric);
+                                   "Answers, and requests refused, by how they ended.", labels, 2,
+                                   reasons[i].metric);
     }
     if (status != PD_OK)
         return status;

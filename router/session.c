@@ -74,6 +74,39 @@ void session_headers(const char *request_id, const char *content_type, uint32_t 
     }
 }
 
+/* ---- how answers end: each is counted once ---- */
+
+static void count_end(const session_env *env, const session_choice *choice, pd_metric *reason)
+{
+    pd_metric_add(reason, 1);
+    if (!choice->begun)
+        return;
+    pd_metric_observe(env->prompt, (double)choice->prompt->ids.count);
+    pd_metric_observe(env->generation, choice->completion_tokens);
+}
+
+/* The choices that have not ended by themselves; the request, where none was begun. */
+static void count_rest(const session *s, pd_metric *reason)
+{
+    if (s->choices_count == 0)
+        pd_metric_add(reason, 1);
+    for (uint32_t i = 0; i < s->choices_count; i++) {
+        if (s->choices[i].finish == NULL)
+            count_end(s->env, &s->choices[i], reason);
+    }
+}
+
+static pd_metric *reason_of(const session_env *env, const api_error *error)
+{
+    static const char *const TIMEOUTS[] = {"deadline_exceeded", "worker_timeout", "overloaded",
+                                           "no_worker"};
+    for (size_t i = 0; i < sizeof TIMEOUTS / sizeof TIMEOUTS[0]; i++) {
+        if (error->code != NULL && strcmp(error->code, TIMEOUTS[i]) == 0)
+            return env->success_timeout;
+    }
+    return env->success_error;
+}
+
 /* ---- birth and death ---- */
 
 session *session_create(session_env *env, http_exchange *exchange, api_endpoint endpoint,
@@ -162,6 +195,8 @@ static void respond(session *s, int status, uint32_t retry_after_s, const pd_buf
 void session_refuse(session *s, const api_error *error)
 {
     pd_buf body;
+    if (!s->failed)
+        count_rest(s, reason_of(s->env, error));
     pd_buf_init(&body, 1 << 16);
     api_error_write(error, &body);
     pd_log_req_debug(s->id, "msg=\"request refused\" status=%d param=%s code=%s",
@@ -175,8 +210,10 @@ void session_gone(session *s, uint64_t now_ns)
 {
     pd_log_req_info(s->id, "msg=\"client gone\" after_ms=%.1f",
                     (double)(now_ns - s->arrived_ns) / 1e6);
-    pd_metric_add(s->env->success_abort, 1);
-    session_count(s->env, endpoint_name(s->head.endpoint), 499);
+    if (!s->failed)
+        count_rest(s, s->env->success_abort);
+    if (!s->streaming) /* a stream's 200 has been counted */
+        session_count(s->env, endpoint_name(s->head.endpoint), 499);
     cancel_all(s, now_ns);
     destroy(s);
 }
@@ -241,6 +278,7 @@ static void fail(session *s, const api_error *error, uint64_t now_ns)
         return;
     s->failed = true;
     s->error = *error;
+    count_rest(s, reason_of(s->env, error));
     cancel_all(s, now_ns);
     if (s->starting)
         return;
@@ -256,7 +294,8 @@ static void end_choice(session *s, session_choice *choice, const char *finish)
     choice->finish = finish;
     forget(s, choice);
     s->ended_count++;
-    pd_metric_add(strcmp(finish, "stop") == 0 ? s->env->success_stop : s->env->success_length, 1);
+    count_end(s->env, choice,
+              strcmp(finish, "stop") == 0 ? s->env->success_stop : s->env->success_length);
     if (s->ended_count == s->choices_count)
         pd_metric_observe(s->env->e2e, (double)(pd_clock_now_ns() - s->arrived_ns) / 1e9);
     if (s->job->request->stream) {

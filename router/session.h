@@ -24,7 +24,9 @@ typedef struct session_env {
     const char *model;
     pd_metrics *metrics;
     pd_metric *ttft, *itl, *e2e, *queue; /* histograms */
-    pd_metric *success_stop, *success_length, *success_abort;
+    pd_metric *prompt, *generation;      /* histograms: tokens of a choice */
+    /* Every request ends in one of them, every choice of it by itself. */
+    pd_metric *success_stop, *success_length, *success_abort, *success_error, *success_timeout;
     session_choice **by_slot; /* [requests_max], by the low bits of a handle */
     session_choice *starting; /* its handle is being made */
     session *first;

@@ -9,6 +9,20 @@
 static const double BOUNDS[] = {0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1,
                                 2,     5,     10,    20,   50,   100,  200, 400, 600};
 enum { BOUNDS_COUNT = sizeof BOUNDS / sizeof BOUNDS[0] };
+static const double TOKENS[] = {1,     2,      5,      10,     20,     50,    100,
+                                200,   500,    1000,   2000,   5000,   10000, 20000,
+                                50000, 100000, 200000, 500000, 1000000};
+_Static_assert(sizeof TOKENS == sizeof BOUNDS, "both kinds of histogram have as many buckets");
+
+static bool is_histogram(pd_metric_kind kind)
+{
+    return kind == PD_METRIC_HISTOGRAM || kind == PD_METRIC_HISTOGRAM_TOKENS;
+}
+
+static const double *bounds_of(pd_metric_kind kind)
+{
+    return kind == PD_METRIC_HISTOGRAM_TOKENS ? TOKENS : BOUNDS;
+}
 
 struct pd_metric {
     pd_metric *next;
@@ -138,15 +152,16 @@ void pd_metric_set(pd_metric *gauge, double value)
     gauge->value = value;
 }
 
-void pd_metric_observe(pd_metric *histogram, double seconds)
+void pd_metric_observe(pd_metric *histogram, double value)
 {
-    pd_assert(histogram->kind == PD_METRIC_HISTOGRAM);
-    if (!isfinite(seconds))
+    const double *bounds = bounds_of(histogram->kind);
+    pd_assert(is_histogram(histogram->kind));
+    if (!isfinite(value))
         return;
-    histogram->value += seconds;
+    histogram->value += value;
     histogram->count++;
     for (size_t i = 0; i < BOUNDS_COUNT; i++) {
-        if (seconds <= BOUNDS[i]) {
+        if (value <= bounds[i]) {
             histogram->buckets[i]++;
             return;
         }
@@ -184,7 +199,7 @@ static void write_histogram(pd_buf *page, const pd_metric *metric)
     uint64_t cumulative = 0;
     for (size_t i = 0; i < BOUNDS_COUNT; i++) {
         char le[32];
-        snprintf(le, sizeof le, "%g", BOUNDS[i]);
+        snprintf(le, sizeof le, "%g", bounds_of(metric->kind)[i]);
         cumulative += metric->buckets[i];
         write_line(page, metric->name, "_bucket", metric->labels, le, (double)cumulative);
     }
@@ -195,7 +210,7 @@ static void write_histogram(pd_buf *page, const pd_metric *metric)
 
 void pd_metrics_write_head(pd_buf *page, pd_metric_kind kind, const char *name, const char *help)
 {
-    static const char *const KINDS[] = {"counter", "gauge", "histogram"};
+    static const char *const KINDS[] = {"counter", "gauge", "histogram", "histogram"};
     pd_buf_printf(page, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, KINDS[kind]);
 }
 
@@ -224,7 +239,7 @@ void pd_metrics_write(const pd_metrics *metrics, pd_buf *page)
         for (const pd_metric *m = head; m != NULL; m = m->next) {
             if (strcmp(m->name, head->name) != 0)
                 continue;
-            if (m->kind == PD_METRIC_HISTOGRAM)
+            if (is_histogram(m->kind))
                 write_histogram(page, m);
             else
                 write_line(page, m->name, "", m->labels, NULL, m->value);

@@ -21,7 +21,8 @@ typedef struct pd_metric pd_metric;
 typedef enum pd_metric_kind {
     PD_METRIC_COUNTER,
     PD_METRIC_GAUGE,
-    PD_METRIC_HISTOGRAM, /* seconds: buckets from 1 ms to 600 s */
+    PD_METRIC_HISTOGRAM,        /* seconds: buckets from 1 ms to 600 s */
+    PD_METRIC_HISTOGRAM_TOKENS, /* buckets from 1 to 1,000,000 */
 } pd_metric_kind;
 
 typedef struct pd_metric_label {
@@ -40,7 +41,7 @@ PD_CHECKED pd_status pd_metrics_series(pd_metrics *metrics, pd_metric_kind kind,
 
 void pd_metric_add(pd_metric *counter, double amount); /* amount >= 0 */
 void pd_metric_set(pd_metric *gauge, double value);
-void pd_metric_observe(pd_metric *histogram, double seconds); /* not finite: ignored */
+void pd_metric_observe(pd_metric *histogram, double value); /* not finite: ignored */
 
 /* Appends every series, families in the order of their making. */
 void pd_metrics_write(const pd_metrics *metrics, pd_buf *page);

@@ -87,11 +87,37 @@ static void histograms_are_cumulative_and_families_stand_together(void **state)
     pd_metrics_destroy(metrics);
 }
 
+static void token_counts_have_buckets_of_their_own(void **state)
+{
+    (void)state;
+    pd_metrics *metrics;
+    pd_metric *h;
+    pd_buf page;
+    assert_int_equal(pd_metrics_create(&metrics), PD_OK);
+    assert_int_equal(
+        pd_metrics_series(metrics, PD_METRIC_HISTOGRAM_TOKENS, "h_tokens", "H.", NULL, 0, &h),
+        PD_OK);
+    pd_metric_observe(h, 1);
+    pd_metric_observe(h, 600);
+    pd_metric_observe(h, 2000000);
+    pd_buf_init(&page, 1 << 16);
+    pd_metrics_write(metrics, &page);
+    const char *text = pd_buf_text(&page);
+    assert_non_null(strstr(text, "# TYPE h_tokens histogram\n"));
+    assert_non_null(strstr(text, "h_tokens_bucket{le=\"1\"} 1\n"));
+    assert_non_null(strstr(text, "h_tokens_bucket{le=\"500\"} 1\n"));
+    assert_non_null(strstr(text, "h_tokens_bucket{le=\"1000\"} 2\n"));
+    assert_non_null(strstr(text, "h_tokens_bucket{le=\"+Inf\"} 3\n"));
+    pd_buf_fini(&page);
+    pd_metrics_destroy(metrics);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(labels_cannot_break_the_page),
         cmocka_unit_test(series_are_found_again_and_bounded),
+        cmocka_unit_test(token_counts_have_buckets_of_their_own),
         cmocka_unit_test(histograms_are_cumulative_and_families_stand_together),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

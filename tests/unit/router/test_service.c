@@ -519,6 +519,48 @@ static void without_workers_a_stream_gets_a_status_not_a_broken_stream(void **st
     with_service(&s, false, no_workers_client);
 }
 
+/* A32: nobody is counted twice, nobody is left out, and both bills for prompts agree. */
+static void counted_client(stage *s)
+{
+    static const char LONG[] =
+        "{\"model\":\"M\",\"prompt\":[1,2,3,4,5,6,7],\"stream\":true,\"n\":2,"
+        "\"max_tokens\":4000,\"ignore_eos\":true}";
+    post(s, "/v1/completions", "{\"model\":\"M\",\"prompt\":[[5,6],[7]],\"n\":2,\"max_tokens\":2}");
+    post(s, "/v1/completions", "{\"model\":\"M\",\"prompt\":[1,2,3,4],\"stop\":\"e, four\"}");
+    post(s, "/v1/completions", "{\"model\":\"M\",\"prompt\":[-1]}");
+    post(s, "/v1/completions", "{\"model\":\"none\",\"prompt\":[1]}");
+    int fd = client_connect(s->port);
+    client_post(fd, "/v1/completions", LONG, sizeof LONG - 1);
+    client_read_until(fd, "\"index\":1", s->text, sizeof s->text);
+    close(fd);
+    usleep(200000);
+    fd = client_connect(s->port);
+    client_get(fd, "/metrics");
+    client_read_until(fd, "kvferry_worker_queue_seconds{", s->text, sizeof s->text);
+    close(fd);
+    expect(s, has(s, "finished_reason=\"length\"} 4\n"), "four by length");
+    expect(s, has(s, "finished_reason=\"stop\"} 1\n"), "one by its stop string");
+    expect(s, has(s, "finished_reason=\"abort\"} 2\n"), "both choices of the client that left");
+    expect(s, has(s, "finished_reason=\"error\"} 2\n"), "two refused");
+    expect(s, has(s, "finished_reason=\"timeout\"} 0\n"), "none too late");
+    expect(s, has(s, "vllm:prompt_tokens_total{model_name=\"M\"} 24\n"),
+           "2 + 2 + 1 + 1 + 4 + 7 + 7");
+    expect(s, has(s, "vllm:request_prompt_tokens_sum{model_name=\"M\"} 24\n"), "the same");
+    expect(s, has(s, "vllm:request_prompt_tokens_count{model_name=\"M\"} 7\n"), "seven began");
+    expect(s, has(s, "vllm:time_to_first_token_seconds_count{model_name=\"M\"} 7\n"), "as many");
+    expect(s, has(s, "{endpoint=\"completions\",status=\"200\"} 3\n"), "three answered");
+    expect(s, !has(s, "status=\"499\""), "a stream's 200 is its answer");
+    expect(s, has(s, "kvferry_requests_active 0\n"), "nothing is left");
+}
+
+static void whoever_ends_a_request_it_is_counted_once(void **state)
+{
+    (void)state;
+    NEED_MODEL();
+    static stage s;
+    with_service(&s, true, counted_client);
+}
+
 static void text_client(stage *s)
 {
     post(s, "/tokenize", "{\"prompt\":\"a<|im_end|>\"}");
@@ -553,6 +595,7 @@ int main(void)
         cmocka_unit_test(a_client_that_leaves_is_cancelled_everywhere),
         cmocka_unit_test(a_lease_is_cancelled_when_the_client_leaves_first),
         cmocka_unit_test(without_workers_a_stream_gets_a_status_not_a_broken_stream),
+        cmocka_unit_test(whoever_ends_a_request_it_is_counted_once),
         cmocka_unit_test(text_pages),
     };
     pd_log_init("test", PD_LOG_ERROR);
