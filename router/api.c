@@ -1,6 +1,7 @@
 #include "router/api.h"
 #include "common/base/mem.h"
 
+#include <ctype.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -91,6 +92,8 @@ static void key_before(const char *text, size_t offset, char *key, size_t size)
         }
     }
     key[0] = '\0';
+    for (size_t i = start; i < end; i++) /* a name, and never a piece of someone's text */
+        value = value && (isalnum((unsigned char)text[i]) || text[i] == '_');
     if (value && end > start && end - start < size) {
         memcpy(key, text + start, end - start);
         key[end - start] = '\0';
@@ -219,7 +222,11 @@ static const struct {
     {"guided_choice", WHEN_PRESENT, 0, 0, 0},
     {"guided_grammar", WHEN_PRESENT, 0, 0, 0},
     {"structured_outputs", WHEN_PRESENT, 0, 0, 0},
+    {"guided_json_object", WHEN_TRUE, 0, 0, 0},
     {"prompt_embeds", WHEN_PRESENT, 0, 0, 0},
+    {"truncate_prompt_tokens", WHEN_PRESENT, 0, 0, 0},
+    {"documents", WHEN_NOT_EMPTY, 0, 0, 0},
+    {"logits_processors", WHEN_NOT_EMPTY, 0, 0, 0},
 };
 
 static bool is_empty(const pd_json *value)
@@ -326,6 +333,15 @@ static bool equals(const char *name, const char *text, size_t len)
     return strlen(name) == len && memcmp(name, text, len) == 0;
 }
 
+/* For a message: one line, to its end even where it holds a NUL. */
+static void visible(const char *text, size_t len, char *out, size_t size)
+{
+    size_t i = 0;
+    for (; i < len && i + 1 < size; i++)
+        out[i] = (unsigned char)text[i] < ' ' || text[i] == 0x7f ? '?' : text[i];
+    out[i] = '\0';
+}
+
 static pd_status check_model(const pd_json *root, const api_limits *limits, bool required,
                              api_request *request, api_error *error)
 {
@@ -345,10 +361,20 @@ static pd_status check_model(const pd_json *root, const api_limits *limits, bool
         if (equals(limits->aliases[i], name, len))
             return PD_OK;
     }
+    char shown[101];
+    visible(name, len, shown, sizeof shown);
     api_error_set(error, 404, "model_not_found", "model",
-                  "the model '%.100s' does not exist here; this router serves '%s'", name,
+                  "the model '%s' does not exist here; this router serves '%s'", shown,
                   limits->model);
     return PD_E_NOT_FOUND;
+}
+
+uint32_t api_count_max(const api_limits *limits)
+{
+    enum { TIMES = 4, BOUND = 1 << 20 };
+    uint64_t count = (uint64_t)limits->context_max * TIMES;
+    uint32_t least = limits->context_max + 1;
+    return count < BOUND ? (uint32_t)count : least > BOUND ? least : BOUND;
 }
 
 /* ---- prompts ---- */
@@ -363,15 +389,14 @@ static bool all_of(const pd_json *array, pd_json_type type)
 }
 
 static pd_status read_ids(const pd_json *array, const char *param, const api_limits *limits,
-                          api_prompt *prompt, api_error *error)
+                          uint32_t count_max, api_prompt *prompt, api_error *error)
 {
     size_t count = pd_json_count(array);
     if (count == 0)
         return REFUSE(error, param, "%s: a prompt must not be empty", param);
-    if (count > limits->context_max) {
+    if (count > count_max) {
         api_error_set(error, 400, "context_length_exceeded", param,
-                      "this model's context is %u tokens, the prompt has %zu", limits->context_max,
-                      count);
+                      "%u tokens at most are taken here, %s has %zu", count_max, param, count);
         return PD_E_INVALID;
     }
     prompt->ids = pd_malloc(count * sizeof *prompt->ids);
@@ -399,7 +424,7 @@ static pd_status take_prompt(api_request *request, uint32_t index, const pd_json
 {
     api_prompt *prompt = &request->prompts[index];
     if (pd_json_type_of(value) == PD_JSON_ARRAY)
-        return read_ids(value, param, limits, prompt, error);
+        return read_ids(value, param, limits, limits->context_max, prompt, error);
     prompt->text.bytes = pd_json_string(value, &prompt->text.len);
     pd_assert(prompt->text.bytes != NULL);
     if (prompt->text.len == 0)
@@ -472,7 +497,8 @@ static pd_status check_message(const pd_json *message, size_t index, bool *plain
                       index, role);
     if (equals("developer", role, len))
         *plain = false; /* OpenAI's newer name of "system"; templates know the old one */
-    if (present(message, "tool_calls") != NULL || present(message, "function_call") != NULL)
+    const pd_json *calls = present(message, "tool_calls");
+    if ((calls != NULL && !is_empty(calls)) || present(message, "function_call") != NULL)
         return REFUSE(error, "messages", "messages[%zu].tool_calls is not supported here yet",
                       index);
     const pd_json *content = pd_json_get(message, "content");
@@ -522,6 +548,22 @@ static void write_content(const pd_json *content, pd_buf *text)
     pd_buf_fini(&joined);
 }
 
+/* What else a message holds (a name, a tool_call_id): templates may read it. */
+static void write_others(pd_json *message, pd_buf *text)
+{
+    void *iter = NULL;
+    const char *key;
+    pd_json *value;
+    while (pd_json_next(message, &iter, &key, &value)) {
+        if (strcmp(key, "role") == 0 || strcmp(key, "content") == 0)
+            continue;
+        pd_buf_puts(text, ",");
+        pd_json_write_string(text, key, strlen(key));
+        pd_buf_puts(text, ":");
+        pd_json_dump(value, text);
+    }
+}
+
 /* The conversation as templates want it: every content a string. */
 static pd_status normalize(const pd_json *messages, api_request *request, api_error *error)
 {
@@ -530,7 +572,7 @@ static pd_status normalize(const pd_json *messages, api_request *request, api_er
     pd_buf_init(&text, NORMALIZED_MAX);
     pd_buf_puts(&text, "[");
     for (size_t i = 0; i < pd_json_count(messages); i++) {
-        const pd_json *message = pd_json_at(messages, i);
+        pd_json *message = pd_json_at(messages, i);
         size_t len = 0;
         const char *role = pd_json_string(pd_json_get(message, "role"), &len);
         pd_buf_puts(&text, i > 0 ? ",{\"role\":" : "{\"role\":");
@@ -540,6 +582,7 @@ static pd_status normalize(const pd_json *messages, api_request *request, api_er
             pd_json_write_string(&text, role, len);
         pd_buf_puts(&text, ",\"content\":");
         write_content(pd_json_get(message, "content"), &text);
+        write_others(message, &text);
         pd_buf_puts(&text, "}");
     }
     pd_buf_puts(&text, "]");
@@ -767,7 +810,7 @@ static pd_status read_detokenize(const pd_json *root, const api_limits *limits,
     request->prompts_count = 1;
     if (pd_json_count(tokens) == 0)
         return PD_OK;
-    return read_ids(tokens, "tokens", limits, request->prompts, error);
+    return read_ids(tokens, "tokens", limits, api_count_max(limits), request->prompts, error);
 }
 
 pd_status api_parse(api_endpoint endpoint, const char *body, size_t len, const api_limits *limits,

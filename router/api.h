@@ -76,6 +76,10 @@ typedef struct api_request {
     uint32_t stops_count;
 } api_request;
 
+/* Tokens that /tokenize and /detokenize take: beyond the context, so that a client learns by how
+ * much it is over; bounded, so that counting costs no more than a few prompts. */
+uint32_t api_count_max(const api_limits *limits);
+
 /* Reads and checks a body. On PD_OK the caller owns *request_out (api_request_destroy). Otherwise
  * *error_out is what to answer. Errors: PD_E_INVALID, PD_E_NOT_FOUND (the model), PD_E_NOMEM. */
 PD_CHECKED pd_status api_parse(api_endpoint endpoint, const char *body, size_t len,

@@ -38,11 +38,22 @@ static void fail_memory(text_job *job)
     job->failed = true;
 }
 
+/* One id over the context is enough to know; nobody needs more of a prompt that cannot run. */
+static size_t ids_max(const text_context *context, const text_job *job)
+{
+    return job->endpoint == API_TOKENIZE ? api_count_max(&context->limits)
+                                         : (size_t)context->limits.context_max + 1;
+}
+
 static void fail_encode(const text_context *context, text_job *job, const char *param,
                         pd_status status)
 {
     job->failed = true;
-    if (status == PD_E_TOO_LARGE)
+    if (status == PD_E_TOO_LARGE && job->endpoint == API_TOKENIZE)
+        api_error_set(&job->error, 400, "context_length_exceeded", param,
+                      "%s: more than %u tokens are not counted", param,
+                      api_count_max(&context->limits));
+    else if (status == PD_E_TOO_LARGE)
         api_error_set(&job->error, 400, "context_length_exceeded", param,
                       "this model's context is %u tokens, the prompt has more",
                       context->limits.context_max);
@@ -72,10 +83,9 @@ static pd_status render(const text_context *context, text_job *job, pd_token_ids
         job->failed = true;
         goto out;
     }
-    /* One id over the context is enough to know; nobody needs more of a prompt that cannot run. */
     if (status == PD_OK)
         status = pd_template_encode(context->tokenizer, pd_buf_text(&text), text.len, &spans,
-                                    (size_t)context->limits.context_max + 1, ids);
+                                    ids_max(context, job), ids);
     if (status != PD_OK)
         fail_encode(context, job, "messages", status);
 out:
@@ -113,7 +123,7 @@ static pd_status encode_prompt(const text_context *context, text_job *job, const
             status = push_id(ids, (uint32_t)bos);
         if (status == PD_OK)
             status = pd_tokenizer_encode(context->tokenizer, prompt->text.bytes, prompt->text.len,
-                                         true, (size_t)context->limits.context_max + 1, ids);
+                                         true, ids_max(context, job), ids);
     }
     if (status != PD_OK)
         fail_encode(context, job, "prompt", status);

@@ -173,6 +173,7 @@ static void what_changes_nothing_is_ignored(void **state)
         "\"stream\":true,\"stream_options\":{}",
         "\"temperature\":null,\"top_p\":null,\"seed\":null,\"stop\":null,\"max_tokens\":null",
         "\"nobody_knows_this\":[1,2,3],\"seed\":-5,\"stop\":[]",
+        "\"documents\":[],\"logits_processors\":null,\"truncate_prompt_tokens\":null",
     };
     for (size_t i = 0; i < sizeof TAKEN / sizeof TAKEN[0]; i++)
         names(API_CHAT, TAKEN[i], 200, NULL);
@@ -195,6 +196,65 @@ static void parts_and_the_developer_role_become_what_templates_know(void **state
                                             "{\"role\":\"user\",\"content\":\"a\\nb\"}]");
     pd_buf_fini(&text);
     api_request_destroy(request);
+}
+
+static void what_else_a_message_holds_stays(void **state)
+{
+    (void)state;
+    static const char BODY[] =
+        "{\"model\":\"M\",\"messages\":[{\"name\":\"b\\\"o\",\"role\":\"user\",\"content\":["
+        "{\"type\":\"text\",\"text\":\"a\"}]},{"
+        "\"role\":\"assistant\",\"content\":"
+        "\"x\","
+        "\"tool_calls\":[],\"refusal\":null},{"
+        "\"role\":\"tool\",\"tool_call_id\":"
+        "\"t1\","
+        "\"content\":\"y\"}]}";
+    api_request *request;
+    api_error error;
+    pd_buf text;
+    assert_int_equal(api_parse(API_CHAT, BODY, sizeof BODY - 1, &LIMITS, &request, &error), PD_OK);
+    pd_buf_init(&text, 4096);
+    pd_json_dump(request->messages, &text);
+    assert_string_equal(pd_buf_text(&text), "[{\"role\":\"user\",\"content\":\"a\",\"name\":"
+                                            "\"b\\\"o\"},"
+                                            "{\"role\":\"assistant\",\"content\":\"x\","
+                                            "\"tool_calls\":[],"
+                                            "\"refusal\":null},{\"role\":\"tool\","
+                                            "\"content\":\"y\","
+                                            "\"tool_call_id\":\"t1\"}]");
+    pd_buf_fini(&text);
+    api_request_destroy(request);
+}
+
+/* The parameter named is written to the log: a key that is no name could be anything. */
+static void a_field_is_blamed_by_its_name_or_not_at_all(void **state)
+{
+    (void)state;
+    char param[64];
+    static const char NAME[] = "{\"model\":\"M\",\"temperature\":1e999,\"prompt\":\"a\"}";
+    static const char TEXT[] = "{\"model\":\"M\",\"my secret prompt\":1e999,\"prompt\":\"a\"}";
+    assert_int_equal(parse(API_COMPLETIONS, NAME, sizeof NAME - 1, param, sizeof param), 400);
+    assert_string_equal(param, "temperature");
+    assert_int_equal(parse(API_COMPLETIONS, TEXT, sizeof TEXT - 1, param, sizeof param), 400);
+    assert_string_equal(param, "");
+}
+
+static void counting_goes_beyond_the_context_but_not_without_end(void **state)
+{
+    (void)state;
+    char body[4096];
+    char param[64];
+    size_t len = (size_t)sprintf(body, "{\"tokens\":[0");
+    for (uint32_t i = 1; i < LIMITS.context_max * 4; i++)
+        len += (size_t)sprintf(body + len, ",%u", i % 10);
+    sprintf(body + len, "]}");
+    assert_int_equal(parse(API_DETOKENIZE, body, len + 2, param, sizeof param), 200);
+    sprintf(body + len, ",0]}");
+    assert_int_equal(parse(API_DETOKENIZE, body, len + 4, param, sizeof param), 400);
+    assert_string_equal(param, "tokens");
+    const api_limits huge = {.context_max = 1u << 20};
+    assert_true(api_count_max(&huge) > huge.context_max);
 }
 
 static void a_model_name_is_compared_to_its_end(void **state)
@@ -258,6 +318,9 @@ int main(void)
         cmocka_unit_test(what_would_change_the_answer_is_refused_by_name),
         cmocka_unit_test(what_changes_nothing_is_ignored),
         cmocka_unit_test(parts_and_the_developer_role_become_what_templates_know),
+        cmocka_unit_test(what_else_a_message_holds_stays),
+        cmocka_unit_test(a_field_is_blamed_by_its_name_or_not_at_all),
+        cmocka_unit_test(counting_goes_beyond_the_context_but_not_without_end),
         cmocka_unit_test(a_model_name_is_compared_to_its_end),
         cmocka_unit_test(bombs_are_refused_fast),
         cmocka_unit_test(every_failed_allocation_is_survived),
