@@ -18,8 +18,8 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def hardies():
-    """1:2, so that a decode worker's death leaves another one. The supervisor gives up on a worker that
-    ends five times within 30 s each: after nine tests it is another cluster's turn."""
+    """1:2, so that a decode worker's death leaves another one. The pause before a restart
+    grows while a worker ends within 10 s each: after nine tests it is another cluster's turn."""
     with contextlib.ExitStack() as stack:
         used = {"tests": 0, "one": None}
 
