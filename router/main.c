@@ -208,6 +208,7 @@ static pd_status start_service(router *r, uint64_t incarnation)
         .hash_root = pd_prefix_hash_root(fingerprint, d->kv.block_tokens, NULL, 0),
         .block_tokens = d->kv.block_tokens,
         .max_tokens_default = d->router.limits.max_tokens_default,
+        .chat_tokens_default = d->router.limits.chat_tokens_default,
         .rendered_bytes_max = d->router.limits.body_bytes * RENDERED_TIMES,
     };
     options.http = (http_options){.host = d->router.listen.host,

@@ -151,10 +151,13 @@ static pd_status fit(const text_context *context, text_job *job, text_prompt *pr
             context_max, count + request->max_tokens, count, request->max_tokens);
     } else {
         uint32_t room = context_max - (uint32_t)count;
-        prompt->max_tokens = request->has_max_tokens              ? request->max_tokens
-                             : request->endpoint == API_CHAT      ? room
-                             : context->max_tokens_default < room ? context->max_tokens_default
-                                                                  : room;
+        /* Not all that the context has room for: KV blocks are set aside for every token that an
+         * answer may have, so a few such answers would fill a decode worker. */
+        uint32_t unasked = request->endpoint == API_CHAT ? context->chat_tokens_default
+                                                         : context->max_tokens_default;
+        prompt->max_tokens = request->has_max_tokens ? request->max_tokens
+                             : unasked < room        ? unasked
+                                                     : room;
         return PD_OK;
     }
     job->failed = true;

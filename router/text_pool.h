@@ -18,7 +18,8 @@ typedef struct text_context {
     api_limits limits;
     pd_hash128 hash_root; /* common/kv/prefix_hash: before any token */
     uint32_t block_tokens;
-    uint32_t max_tokens_default; /* completions that name none */
+    uint32_t max_tokens_default;  /* completions that name none */
+    uint32_t chat_tokens_default; /* chats that name none */
     size_t rendered_bytes_max;
 } text_context;
 

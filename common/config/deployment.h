@@ -88,13 +88,14 @@ typedef struct pd_deployment {
             uint64_t tpot_ns;
         } slo;
         struct {
-            uint32_t connections;        /* open HTTP connections */
-            uint32_t requests;           /* in flight */
-            uint32_t queue;              /* waiting for a worker */
-            uint64_t body_bytes;         /* of one HTTP request */
-            uint64_t header_bytes;       /* of one HTTP request */
-            uint32_t max_tokens_default; /* where a completion request names none */
-            uint32_t stops;              /* stop strings of a request */
+            uint32_t connections;         /* open HTTP connections */
+            uint32_t requests;            /* in flight */
+            uint32_t queue;               /* waiting for a worker */
+            uint64_t body_bytes;          /* of one HTTP request */
+            uint64_t header_bytes;        /* of one HTTP request */
+            uint32_t max_tokens_default;  /* where a completion request names none */
+            uint32_t chat_tokens_default; /* where a chat request names none */
+            uint32_t stops;               /* stop strings of a request */
         } limits;
         struct {
             uint64_t queue_ns;       /* waiting for room in the router */

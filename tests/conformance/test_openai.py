@@ -158,3 +158,15 @@ def test_metrics_have_the_names_that_dashboards_read(plain, client):
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prompt_tokens_total", "vllm:generation_tokens_total"):
         assert plain.metric(name) is not None, name
     assert plain.metric("vllm:num_requests_running") == 0
+
+
+def test_an_answer_whose_length_is_not_given_has_the_deployments():
+    """KV blocks are set aside for all that an answer may have: a chat must not ask for the whole context."""
+    limits = {"chat_tokens_default": 7, "max_tokens_default": 5}
+    with cl.Cluster(router={"limits": limits}) as cluster:
+        with openai.OpenAI(base_url=cluster.base + "/v1", api_key="none", max_retries=0, timeout=120 * cl.SLOW) as client:
+            options = {"model": cl.MODEL_NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
+            chat = client.chat.completions.create(messages=MESSAGES, **options)
+            assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (7, "length")
+            text = client.completions.create(prompt="Once upon a time", **options)
+            assert (text.usage.completion_tokens, text.choices[0].finish_reason) == (5, "length")

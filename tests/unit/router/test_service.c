@@ -230,6 +230,7 @@ static void make_service(stage *s)
         .hash_root = pd_prefix_hash_root(options.core.model_fingerprint, 16, NULL, 0),
         .block_tokens = 16,
         .max_tokens_default = 16,
+        .chat_tokens_default = 64,
         .rendered_bytes_max = 16 << 20,
     };
     options.http = (http_options){.host = "127.0.0.1",
