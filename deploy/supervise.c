@@ -20,7 +20,7 @@
 
 #define GRACE_NS         (10 * PD_NS_PER_S) /* SIGTERM to SIGKILL */
 #define CRASH_UPTIME_NS  (10 * PD_NS_PER_S) /* a longer run begins a new row of crashes */
-#define BACKOFF_FIRST_NS (250 * PD_NS_PER_MS)
+#define BACKOFF_FIRST_NS (500 * PD_NS_PER_MS)
 #define BACKOFF_MAX_NS   (8 * PD_NS_PER_S)
 #define PROGRESS_NS      (2 * PD_NS_PER_S)
 #define CHOSEN_MAX       6

@@ -202,11 +202,14 @@ class Command(unittest.TestCase):
         self.assertIn("status 2: cannot do it", self.service("decode-0")["last_error"])
         self.assertTrue(alive(self.service("router")["pid"]))
 
-    def test_a_crash_loop_ends(self):
+    def test_a_crash_loop_goes_on_but_slowly(self):
+        """What brings a service down may pass: six crashes in a row are no reason to give it up."""
         self.assertEqual(self.up(STANDIN_PREFILL_0="crash")[0], 0)
         open(os.path.join(self.dir, "go"), "w").close()
-        self.assertTrue(wait_for(lambda: self.service("prefill-0")["process"] == "failed", 40))
-        self.assertEqual(self.service("prefill-0")["restarts"], 5)
+        started = time.monotonic()
+        self.assertTrue(wait_for(lambda: self.service("prefill-0")["restarts"] >= 6, 60))
+        self.assertGreater(time.monotonic() - started, 10)  # 0.5 + 1 + 2 + 4 + 8 s of pauses
+        self.assertTrue(alive(self.service("router")["pid"]))
 
     def test_services_die_with_their_supervisor(self):
         self.assertEqual(self.up()[0], 0)
