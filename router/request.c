@@ -2,301 +2,24 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "router/request_table.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
 enum {
-    SLOT_BITS = ROUTER_HANDLE_SLOT_BITS,
-    PUMP_TRIES = 32,     /* queued requests tried in one turn */
-    EARLY_MAX = 32,      /* tokens that may wait for one before them */
-    RETRIES_MAX = 1,     /* failures survived before the first token */
-    CLOSING_MS = 250,    /* patience for the prefill worker's last word */
-    BLOCKED_MS_MIN = 5,  /* a worker that refused is left alone for this long at least, */
-    BLOCKED_MS_MAX = 500 /* and this long at most, whatever it says */
+    PUMP_TRIES = 32, /* queued requests tried in one turn */
+    RETRIES_MAX = 1, /* failures survived before the first token */
+    CLOSING_MS = 250 /* patience for the prefill worker's last word */
 };
-
-typedef enum request_state {
-    FREE,
-    QUEUED,
-    LEASING,
-    PREFILLING,
-    DECODING,
-    CLOSING,
-} request_state;
-
-typedef struct early_token {
-    uint32_t index, token;
-    pd_finish finish;
-} early_token;
-
-typedef struct request {
-    request_state state;
-    pd_request_key key;
-    char id[PD_REQUEST_ID_BYTES];
-    uint32_t *tokens; /* [prompt_tokens + 1]: the prompt, then the first token of the answer */
-    pd_hash128 *hashes;
-    uint32_t prompt_tokens, hashes_count, max_tokens;
-    pd_sampling sampling;
-    uint32_t end_tokens[ROUTER_END_TOKENS_MAX];
-    uint32_t end_tokens_count;
-
-    uint32_t prefill, decode; /* slots, ROUTER_NO_WORKER when there is none */
-    bool prefill_open;        /* it has the request and has not said its last word */
-    bool decode_open;         /* it has a lease or a sequence of ours */
-    bool writer_lost;         /* the prefill worker was lost before its last word */
-    double charged_ms;        /* on the prefill worker's queue; 0 when taken off */
-    bool charged_prefill, charged_decode;
-    router_terms terms; /* of the last choice */
-
-    uint32_t next_index; /* of the answer */
-    uint32_t early_count;
-    early_token early[EARLY_MAX];
-    pd_finish reason;
-    uint32_t cached_tokens;
-
-    uint32_t retries;
-    uint32_t avoid_prefill, avoid_decode;
-    uint64_t too_small[ROUTER_WORKERS_MAX / 64];
-
-    uint64_t arrived_ns, placed_ns, first_ns, queue_due_ns, due_ns, total_due_ns;
-    uint64_t queued_ns;
-    uint32_t queue_prev, queue_next; /* slots; NONE at the ends */
-} request;
-
-static const uint32_t NONE = UINT32_MAX;
-
-struct router_requests {
-    router_requests_options o;
-    router_policy_state policy;
-    pd_cost cost;
-    uint64_t counter;
-    uint32_t queue_head, queue_tail, queue_count;
-    uint32_t free_head; /* through queue_next */
-    uint32_t slots_used;
-    uint64_t due_ns;  /* no deadline is earlier; may itself be too early */
-    uint64_t wake_ns; /* a blocked worker may be asked again */
-    request slots[];
-};
-
-pd_status router_requests_create(const router_requests_options *options,
-                                 router_requests **requests_out)
-{
-    uint32_t max = options->config->requests_max;
-    router_requests *requests = pd_calloc(1, sizeof *requests + max * sizeof(request));
-    if (requests == NULL)
-        return PD_E_NOMEM;
-    requests->o = *options;
-    requests->policy =
-        (router_policy_state){.policy = options->config->policy, .random = options->seed};
-    requests->cost = options->config->cost;
-    requests->queue_head = requests->queue_tail = NONE;
-    requests->free_head = NONE;
-    requests->due_ns = requests->wake_ns = UINT64_MAX;
-    *requests_out = requests;
-    return PD_OK;
-}
-
-void router_requests_destroy(router_requests *requests)
-{
-    if (requests == NULL)
-        return;
-    for (uint32_t i = 0; i < requests->slots_used; i++) {
-        pd_free(requests->slots[i].tokens);
-        pd_free(requests->slots[i].hashes);
-    }
-    pd_free(requests);
-}
-
-/* ---- the table ---- */
-
-static uint32_t slot_of(const router_requests *t, const request *r)
-{
-    return (uint32_t)(r - t->slots);
-}
-
-static request *find(router_requests *t, router_handle handle)
-{
-    uint32_t slot = (uint32_t)(handle & ((1u << SLOT_BITS) - 1));
-    if (slot >= t->slots_used)
-        return NULL;
-    request *r = &t->slots[slot];
-    return r->state != FREE && r->key.number == handle ? r : NULL;
-}
-
-/* The request a worker's message is about, if it is about the current attempt. */
-static request *find_key(router_requests *t, const pd_request_key *key)
-{
-    request *r = key->router == t->o.router ? find(t, key->number) : NULL;
-    return r != NULL && r->key.epoch == key->epoch ? r : NULL;
-}
-
-static request *take_slot(router_requests *t)
-{
-    uint32_t slot = t->free_head;
-    if (slot != NONE)
-        t->free_head = t->slots[slot].queue_next;
-    else if (t->slots_used < t->o.config->requests_max)
-        slot = t->slots_used++;
-    else
-        return NULL;
-    request *r = &t->slots[slot];
-    *r = (request){.queue_prev = NONE, .queue_next = NONE};
-    r->key.router = t->o.router;
-    r->key.epoch = 1;
-    r->key.number = ++t->counter << SLOT_BITS | slot;
-    r->prefill = r->decode = r->avoid_prefill = r->avoid_decode = ROUTER_NO_WORKER;
-    return r;
-}
-
-static void queue_insert(router_requests *t, request *r)
-{
-    /* By arrival: one that was placed and refused goes back to where it was. */
-    uint32_t slot = slot_of(t, r), after = t->queue_tail;
-    while (after != NONE && t->slots[after].key.number >> SLOT_BITS > r->key.number >> SLOT_BITS)
-        after = t->slots[after].queue_prev;
-    r->queue_prev = after;
-    r->queue_next = after == NONE ? t->queue_head : t->slots[after].queue_next;
-    if (r->queue_prev == NONE)
-        t->queue_head = slot;
-    else
-        t->slots[r->queue_prev].queue_next = slot;
-    if (r->queue_next == NONE)
-        t->queue_tail = slot;
-    else
-        t->slots[r->queue_next].queue_prev = slot;
-    t->queue_count++;
-}
-
-static void queue_remove(router_requests *t, request *r)
-{
-    if (r->queue_prev == NONE)
-        t->queue_head = r->queue_next;
-    else
-        t->slots[r->queue_prev].queue_next = r->queue_next;
-    if (r->queue_next == NONE)
-        t->queue_tail = r->queue_prev;
-    else
-        t->slots[r->queue_next].queue_prev = r->queue_prev;
-    r->queue_prev = r->queue_next = NONE;
-    t->queue_count--;
-}
-
-static void set_due(router_requests *t, request *r, uint64_t due_ns)
-{
-    r->due_ns = due_ns < r->total_due_ns ? due_ns : r->total_due_ns;
-    if (r->due_ns < t->due_ns)
-        t->due_ns = r->due_ns;
-}
-
-/* ---- what workers are charged with ---- */
-
-static router_worker *worker_at(router_requests *t, uint32_t slot)
-{
-    return &t->o.cluster->workers[slot];
-}
-
-static void charge_prefill(router_requests *t, request *r)
-{
-    router_worker *worker = worker_at(t, r->prefill);
-    r->charged_prefill = true;
-    r->charged_ms = r->terms.prefill_ms;
-    worker->inflight_prefill++;
-    worker->inflight_prefill_ms += r->charged_ms;
-    worker->sent_ms += r->charged_ms;
-}
-
-static void discharge_prefill(router_requests *t, request *r)
-{
-    if (!r->charged_prefill)
-        return;
-    router_worker *worker = worker_at(t, r->prefill);
-    r->charged_prefill = false;
-    worker->inflight_prefill--;
-    worker->inflight_prefill_ms -= r->charged_ms;
-    if (worker->inflight_prefill == 0)
-        worker->inflight_prefill_ms = 0; /* no rounding stays behind */
-}
-
-static void charge_decode(router_requests *t, request *r)
-{
-    router_worker *worker = worker_at(t, r->decode);
-    r->charged_decode = true;
-    worker->inflight_decode++;
-    worker->inflight_context += r->prompt_tokens;
-}
-
-static void discharge_decode(router_requests *t, request *r)
-{
-    if (!r->charged_decode)
-        return;
-    router_worker *worker = worker_at(t, r->decode);
-    r->charged_decode = false;
-    worker->inflight_decode--;
-    worker->inflight_context -= r->prompt_tokens;
-    worker->blocked_ns = 0; /* room comes back */
-}
-
-/* A prefill worker that was never asked, or has said its last word, writes nothing more: the decode
- * worker is told, since no abort will come to it. One that was lost may only stand still, and write
- * on later: whether it is dead the decode worker finds out. */
-static void cancel_at_workers(router_requests *t, const request *r)
-{
-    bool prefill = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
-    pd_msg_cancel cancel = {.key = r->key, .unwritten = !prefill && !r->writer_lost};
-
-    if (prefill)
-        router_cluster_cancel(t->o.cluster, r->prefill, &cancel);
-    if (r->decode_open && r->decode != ROUTER_NO_WORKER)
-        router_cluster_cancel(t->o.cluster, r->decode, &cancel);
-}
-
-/* Nobody works on the request afterwards. */
-static void leave_workers(router_requests *t, request *r)
-{
-    discharge_prefill(t, r);
-    discharge_decode(t, r);
-    cancel_at_workers(t, r);
-    r->prefill_open = r->decode_open = r->writer_lost = false;
-    r->prefill = r->decode = ROUTER_NO_WORKER;
-}
-
-static void block_worker(router_requests *t, uint32_t slot, uint64_t ms, uint64_t now_ns)
-{
-    if (ms < BLOCKED_MS_MIN)
-        ms = BLOCKED_MS_MIN;
-    if (ms > BLOCKED_MS_MAX)
-        ms = BLOCKED_MS_MAX;
-    worker_at(t, slot)->blocked_ns = now_ns + ms * PD_NS_PER_MS;
-    if (worker_at(t, slot)->blocked_ns < t->wake_ns)
-        t->wake_ns = worker_at(t, slot)->blocked_ns;
-}
 
 /* ---- ends ---- */
 
-static void release(router_requests *t, request *r)
-{
-    if (r->next_index > 0) { /* its prompt was worked through, whoever ended it */
-        t->o.counters->prompt_tokens += r->prompt_tokens;
-        t->o.counters->cached_tokens += r->cached_tokens;
-    }
-    if (r->state == QUEUED)
-        queue_remove(t, r);
-    leave_workers(t, r);
-    pd_free(r->tokens);
-    pd_free(r->hashes);
-    r->tokens = NULL;
-    r->hashes = NULL;
-    r->state = FREE;
-    r->queue_next = t->free_head;
-    t->free_head = slot_of(t, r);
-    t->o.counters->active--;
-}
-
-__attribute__((format(printf, 6, 7))) static void fail(router_requests *t, request *r, int http,
-                                                       const char *code, uint32_t retry_after_s,
-                                                       const char *format, ...)
+__attribute__((format(printf, 6, 7))) static void fail(router_requests *t, router_request *r,
+                                                       int http, const char *code,
+                                                       uint32_t retry_after_s, const char *format,
+                                                       ...)
 {
     router_error error = {.http_status = http,
                           .type = http == 400   ? "invalid_request_error"
@@ -312,11 +35,11 @@ __attribute__((format(printf, 6, 7))) static void fail(router_requests *t, reque
                     http, code, r->next_index);
     router_handle handle = r->key.number;
     t->o.counters->failed++;
-    release(t, r);
+    router_request_release(t, r);
     t->o.sink->error(t->o.sink->ctx, handle, &error);
 }
 
-static void finish(router_requests *t, request *r, uint64_t now_ns)
+static void finish(router_requests *t, router_request *r, uint64_t now_ns)
 {
     router_finish end = {.reason = r->reason,
                          .prompt_tokens = r->prompt_tokens,
@@ -329,20 +52,20 @@ static void finish(router_requests *t, request *r, uint64_t now_ns)
     pd_log_req_debug(r->id, "msg=\"request done\" tokens=%u cached=%u ms=%.1f", r->next_index,
                      r->cached_tokens, (double)end.total_ns / 1e6);
     t->o.counters->finished++;
-    release(t, r);
+    router_request_release(t, r);
     t->o.sink->finish(t->o.sink->ctx, handle, &end);
 }
 
 /* Back to the queue for another attempt. */
-static void requeue(router_requests *t, request *r, uint64_t now_ns)
+static void requeue(router_requests *t, router_request *r, uint64_t now_ns)
 {
-    leave_workers(t, r);
+    router_request_leave_workers(t, r);
     r->key.epoch++;
     r->early_count = 0;
-    r->state = QUEUED;
+    r->state = ROUTER_REQUEST_QUEUED;
     r->placed_ns = now_ns;
-    queue_insert(t, r);
-    set_due(t, r, r->queue_due_ns);
+    router_request_enqueue(t, r);
+    router_request_set_due(t, r, r->queue_due_ns);
 }
 
 static bool another_ready(const router_requests *t, pd_role role, uint32_t slot)
@@ -356,7 +79,7 @@ static bool another_ready(const router_requests *t, pd_role role, uint32_t slot)
 }
 
 /* A worker failed the request: once more elsewhere, unless the client has seen a token. */
-static void retry_or_fail(router_requests *t, request *r, pd_role role, uint32_t slot,
+static void retry_or_fail(router_requests *t, router_request *r, pd_role role, uint32_t slot,
                           const char *code, const char *why, uint64_t now_ns)
 {
     if (r->next_index == 0 && r->retries < RETRIES_MAX && another_ready(t, role, slot)) {
@@ -377,10 +100,10 @@ static void retry_or_fail(router_requests *t, request *r, pd_role role, uint32_t
 
 /* ---- forward ---- */
 
-static void send_prefill(router_requests *t, request *r, const pd_msg_lease_reply *lease,
+static void send_prefill(router_requests *t, router_request *r, const pd_msg_lease_reply *lease,
                          uint64_t now_ns)
 {
-    router_worker *prefill = worker_at(t, r->prefill);
+    router_worker *prefill = router_request_worker(t, r->prefill);
     pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
     pd_msg_prefill_request *m = &message.prefill_request;
     m->key = r->key;
@@ -395,7 +118,7 @@ static void send_prefill(router_requests *t, request *r, const pd_msg_lease_repl
     m->max_tokens = r->max_tokens;
     m->deadline_ms = (uint32_t)(t->o.config->prefill_ns / PD_NS_PER_MS);
     if (lease != NULL) {
-        const router_worker *decode = worker_at(t, r->decode);
+        const router_worker *decode = router_request_worker(t, r->decode);
         m->ship = true;
         memcpy(m->decode, decode->hello.name, sizeof m->decode);
         m->decode_incarnation = decode->hello.incarnation;
@@ -407,20 +130,20 @@ static void send_prefill(router_requests *t, request *r, const pd_msg_lease_repl
         char why[ROUTER_MESSAGE_BYTES];
         uint32_t slot = r->prefill;
         snprintf(why, sizeof why, "prefill worker %s does not take messages", prefill->hello.name);
-        block_worker(t, slot, BLOCKED_MS_MAX, now_ns);
+        router_request_block_worker(t, slot, ROUTER_BLOCKED_MS_MAX, now_ns);
         retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_unavailable", why, now_ns);
         return;
     }
     r->prefill_open = true;
-    r->state = PREFILLING;
-    set_due(t, r, now_ns + t->o.config->prefill_ns);
+    r->state = ROUTER_REQUEST_PREFILLING;
+    router_request_set_due(t, r, now_ns + t->o.config->prefill_ns);
     if (!r->charged_prefill)
-        charge_prefill(t, r);
+        router_request_charge_prefill(t, r);
 }
 
-static bool send_lease(router_requests *t, request *r)
+static bool send_lease(router_requests *t, router_request *r)
 {
-    const router_worker *prefill = worker_at(t, r->prefill);
+    const router_worker *prefill = router_request_worker(t, r->prefill);
     pd_message message = {.kind = PD_MSG_LEASE_REQUEST};
     pd_msg_lease_request *m = &message.lease_request;
     m->key = r->key;
@@ -432,10 +155,10 @@ static bool send_lease(router_requests *t, request *r)
     m->hashes = r->hashes;
     m->hashes_count = r->hashes_count;
     m->ttl_ms = (uint32_t)(t->o.config->lost_after_ns / PD_NS_PER_MS);
-    return t->o.sink->send(t->o.sink->ctx, worker_at(t, r->decode)->identity, &message);
+    return t->o.sink->send(t->o.sink->ctx, router_request_worker(t, r->decode)->identity, &message);
 }
 
-static void log_choice(const router_requests *t, const request *r, uint32_t candidates)
+static void log_choice(const router_requests *t, const router_request *r, uint32_t candidates)
 {
     if (!pd_log_enabled(PD_LOG_DEBUG))
         return;
@@ -454,7 +177,7 @@ static void log_choice(const router_requests *t, const request *r, uint32_t cand
 }
 
 /* r is in the queue; true: it is there no more. */
-static bool try_place(router_requests *t, request *r, uint64_t now_ns)
+static bool try_place(router_requests *t, router_request *r, uint64_t now_ns)
 {
     router_choice choice;
     router_policy_input input = {.cluster = t->o.cluster,
@@ -476,34 +199,34 @@ static bool try_place(router_requests *t, request *r, uint64_t now_ns)
     r->terms = choice.terms;
     log_choice(t, r, choice.candidates);
     if (r->decode == ROUTER_NO_WORKER) {
-        queue_remove(t, r);
+        router_request_dequeue(t, r);
         r->queued_ns += now_ns - r->placed_ns;
-        r->state = PREFILLING;
+        r->state = ROUTER_REQUEST_PREFILLING;
         send_prefill(t, r, NULL, now_ns);
         return true;
     }
     if (!send_lease(t, r)) {
-        block_worker(t, r->decode, BLOCKED_MS_MAX, now_ns);
+        router_request_block_worker(t, r->decode, ROUTER_BLOCKED_MS_MAX, now_ns);
         r->prefill = r->decode = ROUTER_NO_WORKER;
         return false;
     }
-    queue_remove(t, r);
+    router_request_dequeue(t, r);
     r->queued_ns += now_ns - r->placed_ns;
     r->decode_open = true;
-    r->state = LEASING;
-    charge_prefill(t, r); /* at once: the next request of a burst must see it */
-    charge_decode(t, r);
-    set_due(t, r, now_ns + t->o.config->lease_ns);
+    r->state = ROUTER_REQUEST_LEASING;
+    router_request_charge_prefill(t, r); /* at once: the next request of a burst must see it */
+    router_request_charge_decode(t, r);
+    router_request_set_due(t, r, now_ns + t->o.config->lease_ns);
     return true;
 }
 
 void router_requests_pump(router_requests *t, uint64_t now_ns)
 {
     uint32_t slot = t->queue_head;
-    for (uint32_t tries = 0; slot != NONE && tries < PUMP_TRIES; tries++) {
+    for (uint32_t tries = 0; slot != ROUTER_SLOT_NONE && tries < PUMP_TRIES; tries++) {
         uint32_t next = t->slots[slot].queue_next;
         try_place(t, &t->slots[slot], now_ns);
-        if (next != NONE && t->slots[next].state != QUEUED)
+        if (next != ROUTER_SLOT_NONE && t->slots[next].state != ROUTER_REQUEST_QUEUED)
             break; /* a failure in between changed the queue; the next event goes on */
         slot = next;
     }
@@ -521,7 +244,7 @@ static void refuse(router_error *error, int http, const char *code, uint32_t ret
     snprintf(error->message, sizeof error->message, "%s", text);
 }
 
-static pd_status copy_in(request *r, const router_request_in *in)
+static pd_status copy_in(router_request *r, const router_request_in *in)
 {
     r->tokens = pd_malloc(((size_t)in->tokens_count + 1) * sizeof *r->tokens);
     r->hashes = pd_malloc(((size_t)in->hashes_count + 1) * sizeof *r->hashes);
@@ -566,7 +289,7 @@ pd_status router_requests_add(router_requests *t, const router_request_in *in, u
         refuse(error_out, 429, "queue_full", 1, "the router's queue is full, try again later");
         return PD_E_OVERLOAD;
     }
-    request *r = take_slot(t);
+    router_request *r = router_request_take(t);
     if (r == NULL) {
         t->o.counters->refused_overload++;
         refuse(error_out, 429, "too_many_requests", 1,
@@ -575,16 +298,16 @@ pd_status router_requests_add(router_requests *t, const router_request_in *in, u
     }
     if (copy_in(r, in) != PD_OK) {
         r->queue_next = t->free_head;
-        t->free_head = slot_of(t, r);
+        t->free_head = router_request_slot(t, r);
         refuse(error_out, 503, "out_of_memory", 1, "the router is out of memory");
         return PD_E_NOMEM;
     }
     r->arrived_ns = r->placed_ns = now_ns;
     r->queue_due_ns = now_ns + config->queue_ns;
     r->total_due_ns = now_ns + config->total_ns;
-    r->state = QUEUED;
-    queue_insert(t, r);
-    set_due(t, r, r->queue_due_ns);
+    r->state = ROUTER_REQUEST_QUEUED;
+    router_request_enqueue(t, r);
+    router_request_set_due(t, r, r->queue_due_ns);
     t->o.counters->accepted++;
     t->o.counters->active++;
     *handle_out = r->key.number;
@@ -594,19 +317,19 @@ pd_status router_requests_add(router_requests *t, const router_request_in *in, u
 
 void router_requests_cancel(router_requests *t, router_handle handle, uint64_t now_ns)
 {
-    request *r = find(t, handle);
+    router_request *r = router_request_find(t, handle);
     if (r == NULL)
         return;
     (void)now_ns;
     pd_log_req_debug(r->id, "msg=\"cancelled\" tokens=%u", r->next_index);
     t->o.counters->cancelled++;
-    release(t, r);
+    router_request_release(t, r);
     t->wake_ns = 0; /* room may have come back: the next tick tries the queue */
 }
 
 /* ---- messages ---- */
 
-static bool lease_is_sound(const router_requests *t, const request *r,
+static bool lease_is_sound(const router_requests *t, const router_request *r,
                            const pd_msg_lease_reply *reply)
 {
     uint32_t block_tokens = t->o.config->block_tokens;
@@ -615,7 +338,7 @@ static bool lease_is_sound(const router_requests *t, const request *r,
            (uint64_t)reply->held_blocks + reply->blocks_count == blocks;
 }
 
-static bool fits_nowhere(const router_requests *t, const request *r)
+static bool fits_nowhere(const router_requests *t, const router_request *r)
 {
     bool any = false;
     for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
@@ -629,7 +352,7 @@ static bool fits_nowhere(const router_requests *t, const request *r)
     return any;
 }
 
-static void lease_refused(router_requests *t, request *r, uint32_t slot,
+static void lease_refused(router_requests *t, router_request *r, uint32_t slot,
                           const pd_msg_lease_reply *reply, uint64_t now_ns)
 {
     t->o.counters->leases_refused++;
@@ -645,16 +368,16 @@ static void lease_refused(router_requests *t, request *r, uint32_t slot,
         requeue(t, r, now_ns);
     } else if (reply->status == PD_E_OVERLOAD) {
         requeue(t, r, now_ns);
-        block_worker(t, slot, reply->retry_after_ms, now_ns);
+        router_request_block_worker(t, slot, reply->retry_after_ms, now_ns);
     } else if (reply->status == PD_E_PEER) {
         /* It knows of the prefill worker's death, and we do not yet. */
         uint32_t prefill = r->prefill;
         requeue(t, r, now_ns);
-        block_worker(t, prefill, BLOCKED_MS_MAX, now_ns);
+        router_request_block_worker(t, prefill, ROUTER_BLOCKED_MS_MAX, now_ns);
     } else {
         char why[ROUTER_MESSAGE_BYTES];
         snprintf(why, sizeof why, "decode worker %s refused the lease: %s",
-                 worker_at(t, slot)->hello.name, reply->reason);
+                 router_request_worker(t, slot)->hello.name, reply->reason);
         retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
     }
 }
@@ -662,16 +385,16 @@ static void lease_refused(router_requests *t, request *r, uint32_t slot,
 void router_requests_on_lease_reply(router_requests *t, uint32_t slot,
                                     const pd_msg_lease_reply *reply, uint64_t now_ns)
 {
-    request *r = find_key(t, &reply->key);
-    if (r == NULL || r->state != LEASING || r->decode != slot)
+    router_request *r = router_request_find_key(t, &reply->key);
+    if (r == NULL || r->state != ROUTER_REQUEST_LEASING || r->decode != slot)
         return; /* too late: it was cancelled there already */
     if (reply->status != PD_OK) {
         lease_refused(t, r, slot, reply, now_ns);
     } else if (!lease_is_sound(t, r, reply)) {
         char why[ROUTER_MESSAGE_BYTES];
         snprintf(why, sizeof why, "decode worker %s leased %u + %u blocks for %u tokens",
-                 worker_at(t, slot)->hello.name, reply->held_blocks, reply->blocks_count,
-                 r->prompt_tokens);
+                 router_request_worker(t, slot)->hello.name, reply->held_blocks,
+                 reply->blocks_count, r->prompt_tokens);
         retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
     } else {
         send_prefill(t, r, reply, now_ns);
@@ -679,7 +402,7 @@ void router_requests_on_lease_reply(router_requests *t, uint32_t slot,
     router_requests_pump(t, now_ns);
 }
 
-static bool start_decode(router_requests *t, request *r, uint64_t now_ns)
+static bool start_decode(router_requests *t, router_request *r, uint64_t now_ns)
 {
     pd_message message = {.kind = PD_MSG_DECODE_START};
     pd_msg_decode_start *m = &message.decode_start;
@@ -693,33 +416,34 @@ static bool start_decode(router_requests *t, request *r, uint64_t now_ns)
     m->end_tokens_count = r->end_tokens_count;
     m->max_tokens = r->max_tokens;
     m->landing_ms = (uint32_t)(t->o.config->transfer_ns / PD_NS_PER_MS);
-    if (!t->o.sink->send(t->o.sink->ctx, worker_at(t, r->decode)->identity, &message))
+    if (!t->o.sink->send(t->o.sink->ctx, router_request_worker(t, r->decode)->identity, &message))
         return false;
-    r->state = DECODING;
-    set_due(t, r, now_ns + t->o.config->transfer_ns);
+    r->state = ROUTER_REQUEST_DECODING;
+    router_request_set_due(t, r, now_ns + t->o.config->transfer_ns);
     return true;
 }
 
 /* The last token is there. What nobody needs any more is cancelled: after an end at the first
  * token that is the lease and what is still being shipped. */
-static void close_request(router_requests *t, request *r, pd_finish reason, uint64_t now_ns)
+static void close_request(router_requests *t, router_request *r, pd_finish reason, uint64_t now_ns)
 {
     r->reason = reason;
-    discharge_prefill(t, r);
-    discharge_decode(t, r);
+    router_request_discharge_prefill(t, r);
+    router_request_discharge_decode(t, r);
     if (r->next_index == 1 && r->decode_open)
-        cancel_at_workers(t, r);
+        router_request_cancel_at_workers(t, r);
     r->decode_open = false;
-    r->state = CLOSING;
+    r->state = ROUTER_REQUEST_CLOSING;
     if (!r->prefill_open) {
         finish(t, r, now_ns);
         return;
     }
-    set_due(t, r, now_ns + CLOSING_MS * PD_NS_PER_MS);
+    router_request_set_due(t, r, now_ns + CLOSING_MS * PD_NS_PER_MS);
 }
 
 /* False: the request is gone or closing. */
-static bool deliver(router_requests *t, request *r, uint32_t token, pd_finish end, uint64_t now_ns)
+static bool deliver(router_requests *t, router_request *r, uint32_t token, pd_finish end,
+                    uint64_t now_ns)
 {
     router_handle handle = r->key.number;
     uint32_t index = r->next_index++;
@@ -729,20 +453,20 @@ static bool deliver(router_requests *t, request *r, uint32_t token, pd_finish en
     if (index == 0) {
         r->tokens[r->prompt_tokens] = token;
         r->first_ns = now_ns;
-        discharge_prefill(t, r);
+        router_request_discharge_prefill(t, r);
         pd_log_req_debug(r->id, "msg=\"first token\" ms=%.2f predicted_ms=%.2f",
                          (double)(now_ns - r->arrived_ns) / 1e6,
                          r->terms.prefill_queue_ms + r->terms.prefill_ms);
         if (end == PD_FINISH_NONE && !start_decode(t, r, now_ns)) {
             fail(t, r, 503, "worker_unavailable", 1, "decode worker %s does not take messages",
-                 worker_at(t, r->decode)->hello.name);
+                 router_request_worker(t, r->decode)->hello.name);
             return false;
         }
     } else {
-        set_due(t, r, now_ns + t->o.config->decode_idle_ns);
+        router_request_set_due(t, r, now_ns + t->o.config->decode_idle_ns);
     }
     t->o.sink->token(t->o.sink->ctx, handle, index, token, end);
-    r = find(t, handle); /* the sink may have cancelled it */
+    r = router_request_find(t, handle); /* the sink may have cancelled it */
     if (r == NULL)
         return false;
     if (end == PD_FINISH_NONE)
@@ -751,7 +475,7 @@ static bool deliver(router_requests *t, request *r, uint32_t token, pd_finish en
     return false;
 }
 
-static void take_early(router_requests *t, request *r, uint64_t now_ns)
+static void take_early(router_requests *t, router_request *r, uint64_t now_ns)
 {
     router_handle handle = r->key.number;
     for (uint32_t i = 0; i < r->early_count;) {
@@ -759,32 +483,33 @@ static void take_early(router_requests *t, request *r, uint64_t now_ns)
             i++;
             continue;
         }
-        early_token next = r->early[i];
+        router_early_token next = r->early[i];
         r->early[i] = r->early[--r->early_count];
         if (!deliver(t, r, next.token, next.finish, now_ns))
             return;
-        pd_assert(find(t, handle) == r);
+        pd_assert(router_request_find(t, handle) == r);
         i = 0;
     }
 }
 
-static bool keep_early(request *r, const pd_step_token *token)
+static bool keep_early(router_request *r, const pd_step_token *token)
 {
     for (uint32_t i = 0; i < r->early_count; i++) {
         if (r->early[i].index == token->index)
             return true; /* a duplicate */
     }
-    if (r->early_count == EARLY_MAX)
+    if (r->early_count == ROUTER_EARLY_MAX)
         return false;
-    r->early[r->early_count++] = (early_token){token->index, token->token, token->finish};
+    r->early[r->early_count++] = (router_early_token){token->index, token->token, token->finish};
     return true;
 }
 
 static void on_token(router_requests *t, uint32_t slot, const pd_step_token *token, uint64_t now_ns)
 {
-    request *r = find_key(t, &token->key);
+    router_request *r = router_request_find_key(t, &token->key);
     uint32_t sender = r == NULL ? ROUTER_NO_WORKER : token->index == 0 ? r->prefill : r->decode;
-    bool open = r != NULL && (token->index == 0 ? r->state == PREFILLING : r->state == DECODING);
+    bool open = r != NULL && (token->index == 0 ? r->state == ROUTER_REQUEST_PREFILLING
+                                                : r->state == ROUTER_REQUEST_DECODING);
     if (r == NULL || !open || sender != slot || token->index < r->next_index) {
         t->o.counters->tokens_dropped++;
         return;
@@ -792,13 +517,13 @@ static void on_token(router_requests *t, uint32_t slot, const pd_step_token *tok
     if (token->index >= r->max_tokens ||
         (t->o.config->vocab != 0 && token->token >= t->o.config->vocab)) {
         fail(t, r, 503, "worker_failed", 1, "worker %s sent token %u at index %u, which cannot be",
-             worker_at(t, slot)->hello.name, token->token, token->index);
+             router_request_worker(t, slot)->hello.name, token->token, token->index);
         return;
     }
     if (token->index > r->next_index) {
         if (!keep_early(r, token))
             fail(t, r, 503, "worker_failed", 1, "worker %s left out token %u",
-                 worker_at(t, slot)->hello.name, r->next_index);
+                 router_request_worker(t, slot)->hello.name, r->next_index);
         return;
     }
     if (deliver(t, r, token->token, token->finish, now_ns))
@@ -808,7 +533,7 @@ static void on_token(router_requests *t, uint32_t slot, const pd_step_token *tok
 void router_requests_on_tokens(router_requests *t, uint32_t slot, const pd_msg_step_tokens *tokens,
                                uint64_t now_ns)
 {
-    router_worker *worker = worker_at(t, slot);
+    router_worker *worker = router_request_worker(t, slot);
     uint32_t active = t->o.counters->active;
     if (worker->hello.role == PD_ROLE_DECODE) {
         uint32_t batch = worker->report.running > tokens->tokens_count ? worker->report.running
@@ -829,7 +554,7 @@ void router_requests_on_tokens(router_requests *t, uint32_t slot, const pd_msg_s
 void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
                                      const pd_msg_prefill_done *done, uint64_t now_ns)
 {
-    request *r = find_key(t, &done->key);
+    router_request *r = router_request_find_key(t, &done->key);
     if (r == NULL || r->prefill != slot || !r->prefill_open)
         return;
     r->prefill_open = false;
@@ -843,7 +568,7 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
         if (done->ship_bytes > 0)
             pd_cost_observe_ship(&t->cost, done->ship_bytes, done->ship_ms);
     }
-    if (r->state == CLOSING) {
+    if (r->state == ROUTER_REQUEST_CLOSING) {
         finish(t, r, now_ns);
         router_requests_pump(t, now_ns);
         return;
@@ -851,11 +576,12 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     if (done->status == PD_OK)
         return; /* the first token comes on its own socket, earlier or later */
     char why[ROUTER_MESSAGE_BYTES];
-    snprintf(why, sizeof why, "prefill worker %s failed: %s%s%s", worker_at(t, slot)->hello.name,
-             pd_status_name(done->status), done->reason[0] == '\0' ? "" : ": ", done->reason);
+    snprintf(why, sizeof why, "prefill worker %s failed: %s%s%s",
+             router_request_worker(t, slot)->hello.name, pd_status_name(done->status),
+             done->reason[0] == '\0' ? "" : ": ", done->reason);
     if (done->status == PD_E_OVERLOAD && r->next_index == 0) {
         requeue(t, r, now_ns);
-        block_worker(t, slot, 0, now_ns);
+        router_request_block_worker(t, slot, 0, now_ns);
     } else if (done->status == PD_E_TOO_LARGE && r->next_index == 0) {
         fail(t, r, 400, "context_length_exceeded", 0,
              "the prompt (%u tokens) is more than a prefill worker takes: %s", r->prompt_tokens,
@@ -869,42 +595,44 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
 void router_requests_on_decode_failed(router_requests *t, uint32_t slot,
                                       const pd_msg_decode_failed *failed, uint64_t now_ns)
 {
-    request *r = find_key(t, &failed->key);
-    if (r == NULL || r->decode != slot || !r->decode_open || r->state == CLOSING)
+    router_request *r = router_request_find_key(t, &failed->key);
+    if (r == NULL || r->decode != slot || !r->decode_open || r->state == ROUTER_REQUEST_CLOSING)
         return;
     char why[ROUTER_MESSAGE_BYTES];
-    snprintf(why, sizeof why, "decode worker %s failed: %s%s%s", worker_at(t, slot)->hello.name,
-             pd_status_name(failed->status), failed->reason[0] == '\0' ? "" : ": ", failed->reason);
+    snprintf(why, sizeof why, "decode worker %s failed: %s%s%s",
+             router_request_worker(t, slot)->hello.name, pd_status_name(failed->status),
+             failed->reason[0] == '\0' ? "" : ": ", failed->reason);
     r->decode_open = false;
     retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
     router_requests_pump(t, now_ns);
 }
 
-static void prefill_gone(router_requests *t, request *r, uint32_t slot, const char *why,
+static void prefill_gone(router_requests *t, router_request *r, uint32_t slot, const char *why,
                          uint64_t now_ns)
 {
-    discharge_prefill(t, r);
+    router_request_discharge_prefill(t, r);
     r->writer_lost = r->prefill_open;
     r->prefill_open = false;
     r->prefill = ROUTER_NO_WORKER;
-    if (r->state == LEASING) {
+    if (r->state == ROUTER_REQUEST_LEASING) {
         requeue(t, r, now_ns); /* nothing was lost yet */
-    } else if (r->state == PREFILLING) {
+    } else if (r->state == ROUTER_REQUEST_PREFILLING) {
         retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_lost", why, now_ns);
-    } else if (r->state == CLOSING) {
+    } else if (r->state == ROUTER_REQUEST_CLOSING) {
         finish(t, r, now_ns);
     }
-    /* DECODING: the decode worker is told too and knows what has landed. If that is not all it
-     * says so; it goes on otherwise. */
+    /* ROUTER_REQUEST_DECODING: the decode worker is told too and knows what has landed. If that is
+     * not all it says so; it goes on otherwise. */
 }
 
-static void decode_gone(router_requests *t, request *r, uint32_t slot, const char *why,
+static void decode_gone(router_requests *t, router_request *r, uint32_t slot, const char *why,
                         uint64_t now_ns)
 {
-    discharge_decode(t, r);
+    router_request_discharge_decode(t, r);
     r->decode_open = false;
     r->decode = ROUTER_NO_WORKER;
-    if (r->state == LEASING || r->state == PREFILLING || r->state == DECODING)
+    if (r->state == ROUTER_REQUEST_LEASING || r->state == ROUTER_REQUEST_PREFILLING ||
+        r->state == ROUTER_REQUEST_DECODING)
         retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_lost", why, now_ns);
 }
 
@@ -912,13 +640,13 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, const cha
                                     uint64_t now_ns)
 {
     char why[ROUTER_MESSAGE_BYTES];
-    const router_worker *worker = worker_at(t, slot);
+    const router_worker *worker = router_request_worker(t, slot);
     snprintf(why, sizeof why, "%s worker %s is gone: %s",
              worker->hello.role == PD_ROLE_PREFILL ? "prefill" : "decode", worker->hello.name,
              reason);
     for (uint32_t i = 0; i < t->slots_used; i++) {
-        request *r = &t->slots[i];
-        if (r->state == FREE)
+        router_request *r = &t->slots[i];
+        if (r->state == ROUTER_REQUEST_FREE)
             continue;
         r->too_small[slot / 64] &= ~(1ull << (slot % 64));
         if (r->prefill == slot)
@@ -935,7 +663,7 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, const cha
 
 /* ---- deadlines ---- */
 
-static void queue_expired(router_requests *t, request *r)
+static void queue_expired(router_requests *t, router_request *r)
 {
     uint32_t ready[2] = {0, 0};
     for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
@@ -951,32 +679,32 @@ static void queue_expired(router_requests *t, request *r)
         fail(t, r, 503, "overloaded", 2, "no worker had room within %.1f s", waited_s);
 }
 
-static void expired(router_requests *t, request *r, uint64_t now_ns)
+static void expired(router_requests *t, router_request *r, uint64_t now_ns)
 {
     const router_core_config *config = t->o.config;
     char why[ROUTER_MESSAGE_BYTES];
 
-    if (r->state == CLOSING) {
+    if (r->state == ROUTER_REQUEST_CLOSING) {
         finish(t, r, now_ns);
     } else if (now_ns >= r->total_due_ns) {
         fail(t, r, 504, "deadline_exceeded", 0, "the request took longer than %.1f s",
              (double)config->total_ns / 1e9);
-    } else if (r->state == QUEUED) {
+    } else if (r->state == ROUTER_REQUEST_QUEUED) {
         queue_expired(t, r);
-    } else if (r->state == LEASING) {
+    } else if (r->state == ROUTER_REQUEST_LEASING) {
         uint32_t slot = r->decode;
         snprintf(why, sizeof why, "decode worker %s did not answer a lease within %.1f s",
-                 worker_at(t, slot)->hello.name, (double)config->lease_ns / 1e9);
+                 router_request_worker(t, slot)->hello.name, (double)config->lease_ns / 1e9);
         retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_timeout", why, now_ns);
-    } else if (r->state == PREFILLING) {
+    } else if (r->state == ROUTER_REQUEST_PREFILLING) {
         uint32_t slot = r->prefill;
         snprintf(why, sizeof why, "prefill worker %s had no first token within %.1f s",
-                 worker_at(t, slot)->hello.name, (double)config->prefill_ns / 1e9);
+                 router_request_worker(t, slot)->hello.name, (double)config->prefill_ns / 1e9);
         retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_timeout", why, now_ns);
     } else {
         bool landing = r->next_index <= 1;
         fail(t, r, 503, "worker_timeout", 1, "decode worker %s sent no %s token within %.1f s",
-             worker_at(t, r->decode)->hello.name, landing ? "second" : "further",
+             router_request_worker(t, r->decode)->hello.name, landing ? "second" : "further",
              (double)(landing ? config->transfer_ns : config->decode_idle_ns) / 1e9);
     }
 }
@@ -996,10 +724,10 @@ void router_requests_on_tick(router_requests *t, uint64_t now_ns)
     if (now_ns >= t->due_ns) {
         t->due_ns = UINT64_MAX;
         for (uint32_t i = 0; i < t->slots_used; i++) {
-            request *r = &t->slots[i];
-            if (r->state != FREE && now_ns >= r->due_ns)
+            router_request *r = &t->slots[i];
+            if (r->state != ROUTER_REQUEST_FREE && now_ns >= r->due_ns)
                 expired(t, r, now_ns);
-            if (r->state != FREE && r->due_ns < t->due_ns)
+            if (r->state != ROUTER_REQUEST_FREE && r->due_ns < t->due_ns)
                 t->due_ns = r->due_ns;
         }
         pump = true;
@@ -1013,10 +741,11 @@ void router_requests_on_stopping(router_requests *t, bool all)
     bool prefill = another_ready(t, PD_ROLE_PREFILL, ROUTER_NO_WORKER);
     bool decode = another_ready(t, PD_ROLE_DECODE, ROUTER_NO_WORKER);
     for (uint32_t i = 0; i < t->slots_used; i++) {
-        request *r = &t->slots[i];
-        if (r->state == CLOSING || r->state == FREE)
+        router_request *r = &t->slots[i];
+        if (r->state == ROUTER_REQUEST_CLOSING || r->state == ROUTER_REQUEST_FREE)
             continue;
-        if (all || (r->state == QUEUED && (!prefill || (!decode && r->max_tokens > 1))))
+        if (all ||
+            (r->state == ROUTER_REQUEST_QUEUED && (!prefill || (!decode && r->max_tokens > 1))))
             fail(t, r, 503, "shutting_down", 5, "this router is shutting down");
     }
 }
@@ -1029,10 +758,8 @@ uint64_t router_requests_next_due(const router_requests *t)
 
 uint32_t router_requests_cached_tokens(const router_requests *t, router_handle handle)
 {
-    uint32_t slot = (uint32_t)(handle & ((1u << SLOT_BITS) - 1));
-    if (slot >= t->slots_used || t->slots[slot].key.number != handle)
-        return 0;
-    return t->slots[slot].state == FREE ? 0 : t->slots[slot].cached_tokens;
+    const router_request *r = router_request_find(t, handle);
+    return r != NULL ? r->cached_tokens : 0;
 }
 
 uint32_t router_requests_queued(const router_requests *t)

@@ -54,7 +54,7 @@ SYSTEM = re.compile(
 BANNED = ("strcpy", "strcat", "sprintf", "vsprintf", "strtok", "atoi", "atol", "atof", "gets")
 HEAP = ("malloc", "calloc", "realloc", "free", "strdup", "strndup", "asprintf", "vasprintf")
 HEAP_DOOR = "common/base/mem.c"
-LINES_MAX = 1100
+LINES_MAX = 1000
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
 
