@@ -41,10 +41,10 @@ struct http_exchange {
     void *user;
     char *method, *path;
     pd_buf body;
-    bool too_large, no_memory;
-    size_t over_bytes; /* of a body over the limit, thrown away */
-    bool handed;       /* the handler has it, and hears of its client */
-    bool over;         /* for the handler */
+    bool too_large, no_memory, told; /* told: of the limit, past the library */
+    size_t over_bytes;               /* of a body over the limit, thrown away */
+    bool handed;                     /* the handler has it, and hears of its client */
+    bool over;                       /* for the handler */
     bool suspended;
     bool gone;                   /* the client: cut it off when the library asks next */
     struct MHD_Response *answer; /* waits to be queued */
@@ -283,15 +283,20 @@ static enum MHD_Result queue_answer(http_exchange *exchange)
     return result;
 }
 
+static void write_refusal(int status, const char *code, const char *text, char *body, size_t size)
+{
+    snprintf(body, size,
+             "{\"error\":{\"message\":\"%s\",\"type\":\"%s\",\"param\":null,\"code\":\"%s\"}}",
+             text, status < 500 ? "invalid_request_error" : "server_error", code);
+}
+
 /* An answer of our own, before the handler has seen the request. */
 static enum MHD_Result refuse(http_exchange *exchange, int status, const char *code,
                               const char *text)
 {
     const http_handler *handler = &exchange->server->options.handler;
     char body[256];
-    snprintf(body, sizeof body,
-             "{\"error\":{\"message\":\"%s\",\"type\":\"%s\",\"param\":null,\"code\":\"%s\"}}",
-             text, status < 500 ? "invalid_request_error" : "server_error", code);
+    write_refusal(status, code, text, body, sizeof body);
     struct MHD_Response *response =
         MHD_create_response_from_buffer(strlen(body), body, MHD_RESPMEM_MUST_COPY);
     if (response == NULL)
@@ -305,12 +310,42 @@ static enum MHD_Result refuse(http_exchange *exchange, int status, const char *c
     return result;
 }
 
+static const char TOO_LARGE[] = "body_too_large";
+
+static void write_too_large(const http_exchange *exchange, char *text, size_t size)
+{
+    snprintf(text, size, "the body is over the limit of %zu bytes",
+             exchange->server->options.body_bytes_max);
+}
+
 static enum MHD_Result refuse_too_large(http_exchange *exchange)
 {
     char text[96];
-    snprintf(text, sizeof text, "the body is over the limit of %zu bytes",
-             exchange->server->options.body_bytes_max);
-    return refuse(exchange, MHD_HTTP_CONTENT_TOO_LARGE, "body_too_large", text);
+    write_too_large(exchange, text, sizeof text);
+    return refuse(exchange, MHD_HTTP_CONTENT_TOO_LARGE, TOO_LARGE, text);
+}
+
+/* The library answers only after the whole body, which here may have no end. Nothing else has been
+ * written to this connection, so the answer goes past the library, and nothing follows it. */
+static void tell_too_large(http_exchange *exchange)
+{
+    const http_handler *handler = &exchange->server->options.handler;
+    char text[96], body[256], answer[512];
+    if (exchange->peer == NULL || exchange->told)
+        return;
+    write_too_large(exchange, text, sizeof text);
+    write_refusal(MHD_HTTP_CONTENT_TOO_LARGE, TOO_LARGE, text, body, sizeof body);
+    int len = snprintf(answer, sizeof answer,
+                       "HTTP/1.1 413 Content Too Large\r\nContent-Type: application/json\r\n"
+                       "Connection: close\r\nContent-Length: %zu\r\n\r\n%s",
+                       strlen(body), body);
+    pd_assert(len > 0 && (size_t)len < sizeof answer);
+    exchange->told = true;
+    if (send(exchange->peer->fd, answer, (size_t)len, MSG_DONTWAIT | MSG_NOSIGNAL) != len)
+        pd_log_debug("msg=\"http: a 413 did not leave\"");
+    shutdown(exchange->peer->fd, SHUT_WR);
+    if (handler->on_refused != NULL)
+        handler->on_refused(handler->ctx, MHD_HTTP_CONTENT_TOO_LARGE);
 }
 
 typedef struct framing {
@@ -365,6 +400,8 @@ static void take_body(http_exchange *exchange, const char *bytes, size_t len)
         pd_buf_fini(&exchange->body);
         pd_buf_init(&exchange->body, exchange->server->options.body_bytes_max);
         exchange->over_bytes += len;
+        if (exchange->too_large)
+            tell_too_large(exchange);
     }
 }
 
@@ -412,14 +449,14 @@ static enum MHD_Result on_access(void *ctx, struct MHD_Connection *mhd, const ch
     if (*upload_len > 0) {
         take_body(exchange, upload, *upload_len);
         *upload_len = 0;
-        /* The library answers only after the whole body; a sender without end is cut off. */
+        /* It knows; what is on its way is read, so that no reset overtakes the answer. */
         return exchange->over_bytes > server->options.body_bytes_max + (1u << 20) ? MHD_NO
                                                                                   : MHD_YES;
     }
     if (exchange->answer != NULL)
         return queue_answer(exchange);
     if (exchange->too_large)
-        return refuse_too_large(exchange);
+        return exchange->told ? MHD_NO : refuse_too_large(exchange);
     if (exchange->no_memory)
         return refuse(exchange, 503, "out_of_memory", "the router is out of memory");
     if (exchange->handed) { /* woken for nothing */

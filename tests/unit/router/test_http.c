@@ -198,6 +198,8 @@ static void endless_client(site *s)
     for (int i = 0; i < 1024 && !s->ok; i++) /* 64 MiB, if nobody stops it */
         s->ok = !client_write(fd, "10000\r\n", 7) || !client_write(fd, piece, sizeof piece) ||
                 !client_write(fd, "\r\n", 2);
+    s->text[0] = '\0'; /* it has been told, however little it listens */
+    client_read_until(fd, "}}", s->text, sizeof s->text);
     close(fd);
 }
 
@@ -207,6 +209,8 @@ static void a_body_without_end_is_cut_off(void **state)
     site s;
     with_site(&s, endless_client);
     assert_true(s.ok);
+    assert_int_equal(client_status(s.text), 413);
+    assert_int_equal(s.refused, 1);
     assert_int_equal(s.requests, 0);
 }
 
