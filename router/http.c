@@ -20,6 +20,7 @@ enum {
     STREAM_OUT_MAX = 4 << 20,      /* of one pull */
     MEMORY_BESIDE_HEADERS = 24 << 10,
     HANGUPS_PER_TURN = 64,
+    SWEEP_SOON_MS = 20,
     RUNS_PER_TURN = 16, /* of the library, before other work gets its turn */
 };
 
@@ -64,6 +65,7 @@ struct http_server {
     bool dirty; /* the library has something to do */
     bool running;
     bool stopped;
+    bool sweep_soon; /* somebody has left whom the library may not have missed */
     uint32_t connections;
     http_exchange *exchanges;
     connection *peers;
@@ -544,6 +546,13 @@ static void on_connection(void *ctx, struct MHD_Connection *mhd, void **slot,
     *slot = peer;
 }
 
+static void sweep_soon(http_server *server)
+{
+    if (!server->sweep_soon && !server->stopped)
+        pd_loop_timer_arm(server->sweep_timer, pd_clock_now_ns() + SWEEP_SOON_MS * PD_NS_PER_MS);
+    server->sweep_soon = true;
+}
+
 /* The library does not look at a suspended connection, so a client that leaves while it waits for
  * its first token would not be missed: this second epoll looks. */
 static void on_hangup(void *ctx, uint32_t epoll_events)
@@ -558,6 +567,7 @@ static void on_hangup(void *ctx, uint32_t epoll_events)
         unwatch(server, peer);
         peer->ended = true;
         show_end(peer);
+        sweep_soon(server);
         if (exchange == NULL || !exchange->handed || exchange->gone)
             continue; /* the library reads the end itself */
         if (exchange->over)
@@ -617,13 +627,20 @@ static bool on_prepare(void *ctx)
     return server->dirty;
 }
 
-/* The library's own limit begins anew with every byte; this one does not. */
+/* The library's own limit begins anew with every byte; this one does not. And whoever has left in
+ * the middle of a request is shown again: an edge that joins the one of the last bytes tells
+ * nothing. */
 static void on_sweep(void *ctx)
 {
     http_server *server = ctx;
     const http_handler *handler = &server->options.handler;
     uint64_t now_ns = pd_clock_now_ns();
+    bool soon = false;
     for (connection *peer = server->peers; peer != NULL; peer = peer->next) {
+        if (peer->ended && (peer->current == NULL || !peer->current->handed)) {
+            show_end(peer);
+            soon = true;
+        }
         if (peer->due_ns > now_ns)
             continue;
         peer->due_ns = UINT64_MAX;
@@ -633,7 +650,9 @@ static void on_sweep(void *ctx)
         shutdown(peer->fd, SHUT_RDWR); /* the library reads the end */
         server->dirty = true;
     }
-    pd_loop_timer_arm(server->sweep_timer, now_ns + PD_NS_PER_S);
+    server->sweep_soon = soon;
+    pd_loop_timer_arm(server->sweep_timer,
+                      now_ns + (soon ? SWEEP_SOON_MS * PD_NS_PER_MS : PD_NS_PER_S));
 }
 
 /* ---- start and stop ---- */
@@ -765,8 +784,7 @@ pd_status http_server_create(pd_loop *loop, const http_options *options, http_se
         status = pd_loop_add_prepare(loop, on_prepare, server);
     if (status != PD_OK)
         goto failed;
-    if (options->receive_timeout_s > 0)
-        pd_loop_timer_arm(server->sweep_timer, pd_clock_now_ns() + PD_NS_PER_S);
+    pd_loop_timer_arm(server->sweep_timer, pd_clock_now_ns() + PD_NS_PER_S);
     *server_out = server;
     return PD_OK;
 failed:

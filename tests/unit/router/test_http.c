@@ -338,7 +338,14 @@ static void parting_client(site *s)
         client_get(fd, "/echo");
         close(fd);
     }
-    usleep(300000);
+    for (int i = 0; i < 400; i++) { /* in the middle of a request, in pieces of all sizes */
+        static const char part[] =
+            "POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhell";
+        int fd = client_connect(s->port);
+        client_write(fd, part, 1 + (size_t)i % (sizeof part - 1));
+        close(fd);
+    }
+    usleep(1500000);
     s->mark_ns = http_server_connections(s->server);
 }
 
