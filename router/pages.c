@@ -109,14 +109,16 @@ static void write_ledger(void *ctx, const router_worker_view *view)
     }
 }
 
-static void write_leak(void *ctx, const router_worker_view *view)
+/* The parts of a ledger always sum up: a block that was lost shows as one that is held for nobody.
+ */
+static void write_held_idle(void *ctx, const router_worker_view *view)
 {
     worker_sums *sums = ctx;
     const pd_ledger *l = &view->ledger;
     pd_metric_label label = {"worker", view->name};
-    double held = (double)l->free + l->cached + l->leased + l->running + l->quarantined;
-    pd_metrics_write_sample(sums->out, "kvferry_kv_blocks_unaccounted", &label, 1,
-                            (double)l->total - held);
+    bool idle = view->running == 0 && view->waiting == 0 && view->inflight == 0;
+    pd_metrics_write_sample(sums->out, "kvferry_kv_blocks_held_idle", &label, 1,
+                            idle ? (double)l->leased + l->running + l->quarantined : 0);
 }
 
 static void write_queue(void *ctx, const router_worker_view *view)
@@ -199,9 +201,11 @@ void pages_metrics(const router_core *core, const char *model, uint32_t connecti
     pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_kv_blocks",
                           "KV blocks of a worker by who holds them.");
     router_core_each_worker(core, now_ns, write_ledger, &sums);
-    pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_kv_blocks_unaccounted",
-                          "KV blocks of a worker that nobody holds: not 0 is a leak.");
-    router_core_each_worker(core, now_ns, write_leak, &sums);
+    pd_metrics_write_head(
+        out, PD_METRIC_GAUGE, "kvferry_kv_blocks_held_idle",
+        "KV blocks neither free nor cached at a worker that has no request: a leak "
+        "where it stays above 0.");
+    router_core_each_worker(core, now_ns, write_held_idle, &sums);
     pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_worker_queue_seconds",
                           "Predicted time of the work before a worker.");
     router_core_each_worker(core, now_ns, write_queue, &sums);

@@ -246,6 +246,8 @@ class Cluster(Folder):
 
     def assert_clean(self, timeout_s=10):
         wait_until(lambda: not self.unclean(), timeout_s, self.unclean)
+        held = self.metric("kvferry_kv_blocks_held_idle")
+        assert held == 0, f"kvferry_kv_blocks_held_idle is {held} in a clean cluster"
 
     def metric(self, name, **labels):
         """The sum of a metric's samples that have these labels; None when there is no such metric."""
