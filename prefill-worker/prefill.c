@@ -43,6 +43,7 @@ typedef struct request {
     uint64_t arrived_ns, started_ns, computed_ns, shipped_ns, ended_ns;
     uint64_t compute_ns;
     uint64_t ship_bytes;
+    bool may_land; /* as pd_msg_prefill_done says it */
 } request;
 
 /* An abort for a decode worker whose link is not up yet. Only of requests that never wrote: what an
@@ -252,6 +253,7 @@ static void say_done(pd_role_core *core, const request *r)
     done->compute_ms = (float)((double)r->compute_ns / 1e6);
     done->ship_ms = ms_between(r->computed_ns, r->shipped_ns);
     done->ship_bytes = r->ship_bytes;
+    done->may_land = r->may_land;
     snprintf(done->reason, sizeof done->reason, "%s", r->reason);
     core->sink.send(core->sink.ctx, r->key.router, &message);
 }
@@ -288,8 +290,10 @@ static void finish(pd_role_core *core, request *r)
 
     if (r->status != PD_OK && r->ship && link != NULL && link->state == PREFILL_LINK_UP)
         abort_at(core, link, &r->key);
-    else if (r->status != PD_OK && r->ship && r->posted == 0)
+    else if (r->status != PD_OK && r->ship && !r->item.started)
         owe_abort(core, r->receiver, &r->key);
+    else if (r->status != PD_OK && r->ship)
+        r->may_land = true;
     if (r->item.started)
         pd_prefix_cache_drop(core->blocks.cache, r->blocks, r->blocks_count, PD_CLAIM_RUNNING);
     if (r->status == PD_OK)

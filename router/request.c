@@ -558,6 +558,7 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     if (r == NULL || r->prefill != slot || !r->prefill_open)
         return;
     r->prefill_open = false;
+    r->writer_lost = done->may_land; /* a cut socket's bytes come later than this word */
     t->o.counters->shipped_bytes += done->ship_bytes;
     if (done->cached_tokens < r->prompt_tokens)
         r->cached_tokens = done->cached_tokens;
@@ -611,7 +612,7 @@ static void prefill_gone(router_requests *t, router_request *r, uint32_t slot, c
                          uint64_t now_ns)
 {
     router_request_discharge_prefill(t, r);
-    r->writer_lost = r->prefill_open;
+    r->writer_lost = r->writer_lost || r->prefill_open;
     r->prefill_open = false;
     r->prefill = ROUTER_NO_WORKER;
     if (r->state == ROUTER_REQUEST_LEASING) {

@@ -43,7 +43,7 @@ typedef struct router_request {
     uint32_t prefill, decode; /* slots, ROUTER_NO_WORKER when there is none */
     bool prefill_open;        /* it has the request and has not said its last word */
     bool decode_open;         /* it has a lease or a sequence of ours */
-    bool writer_lost;         /* the prefill worker was lost before its last word */
+    bool writer_lost;         /* nobody says that the prefill worker's writes have ended */
     double charged_ms;        /* on the prefill worker's queue; 0 when taken off */
     bool charged_prefill, charged_decode;
     router_terms terms; /* of the last choice */

@@ -60,6 +60,8 @@ typedef struct pd_carrier_ops {
     /* bytes must live until it is done. */
     pd_status (*send)(pd_carrier *carrier, pd_peer peer, const void *bytes, size_t len,
                       uint64_t token);
+    /* From its return on no bytes of that sender are written into the pool by this process. */
+    void (*fence)(pd_carrier *carrier, uint64_t incarnation);
 } pd_carrier_ops;
 
 extern const pd_carrier_ops pd_carrier_ucx;

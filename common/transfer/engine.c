@@ -383,6 +383,13 @@ static void control_close(pd_engine *engine, const pd_engine_control *control)
     engine->ops->close(engine->carrier, control->peer);
 }
 
+/* What arrived before is told before, what comes after it is not written. */
+static void control_fence(pd_engine *engine, pd_engine_control *control)
+{
+    engine->ops->fence(engine->carrier, control->incarnation);
+    emit_kept(engine, &control->events[0], PD_OK);
+}
+
 static bool drain_control(pd_engine *engine)
 {
     pd_engine_control control;
@@ -392,6 +399,7 @@ static bool drain_control(pd_engine *engine)
         switch (control.kind) {
         case PD_ENGINE_CONNECT: control_connect(engine, &control); break;
         case PD_ENGINE_CLOSE: control_close(engine, &control); break;
+        case PD_ENGINE_FENCE: control_fence(engine, &control); break;
         case PD_ENGINE_STOP: engine->stopping = true; break;
         }
     }

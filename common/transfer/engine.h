@@ -51,6 +51,7 @@ typedef struct pd_engine_op {
 typedef enum pd_engine_control_kind {
     PD_ENGINE_CONNECT,
     PD_ENGINE_CLOSE,
+    PD_ENGINE_FENCE,
     PD_ENGINE_STOP,
 } pd_engine_control_kind;
 
@@ -62,7 +63,9 @@ typedef struct pd_engine_control {
     unsigned char *address; /* the carrier's part */
     size_t address_bytes;
     uint64_t peer_pool_bytes;
-    pd_engine_event *events[3]; /* connected or down; down; closed: so that none can be missing */
+    /* connected or down; down; closed. fence: fenced. So that none can be missing. */
+    pd_engine_event *events[3];
+    uint64_t incarnation; /* fence */
 } pd_engine_control;
 
 /* In the message of a notice, before the caller's bytes. */

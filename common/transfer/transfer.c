@@ -12,7 +12,7 @@
 #define MERGED_BYTES_MAX (1u << 20)
 
 #define ADDRESS_MAGIC   0x3146584bu /* "KXF1" */
-#define ADDRESS_VERSION 1
+#define ADDRESS_VERSION 2           /* of the carriers' messages too */
 
 /* An address: this, then the carrier's part. */
 typedef struct address_header {
@@ -324,6 +324,25 @@ void pd_transfer_close(pd_transfer *transfer, pd_peer peer)
     /* the queue holds far more than all peers' connects and closes in a turn of the engine */
     while (pd_engine_control_push(transfer->engine, &control) != PD_OK)
         usleep(1000);
+}
+
+pd_status pd_transfer_fence(pd_transfer *transfer, uint64_t incarnation)
+{
+    pd_assert(incarnation != 0);
+    pd_engine_event *fenced = pd_calloc(1, sizeof *fenced);
+    if (fenced == NULL)
+        return PD_E_NOMEM;
+    fenced->kind = PD_TRANSFER_FENCED;
+    fenced->tag = incarnation;
+    pd_engine_control control = {
+        .kind = PD_ENGINE_FENCE,
+        .events = {fenced},
+        .incarnation = incarnation,
+    };
+    pd_status status = pd_engine_control_push(transfer->engine, &control);
+    if (status != PD_OK)
+        pd_free(fenced);
+    return status;
 }
 
 /* ---- the producer ---- */

@@ -33,6 +33,7 @@ typedef struct pd_transfer_options {
     uint32_t puts_in_flight_max; /* a peer; 0: 128; rounded up to a power of two, at most 4096. No
                                     more than 8 MiB are in flight to a peer in any case */
     uint32_t stall_ms;           /* a peer to which nothing moves for so long is down; 0: 5000 */
+    uint64_t incarnation;        /* ours, by which others fence us off; 0: nobody can */
 } pd_transfer_options;
 
 /* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED, PD_E_IO,
@@ -77,12 +78,21 @@ PD_CHECKED pd_status pd_transfer_put(pd_transfer *transfer, pd_peer peer, uint64
 PD_CHECKED pd_status pd_transfer_notice(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
                                         const void *bytes, size_t len);
 
+/* Nothing that a sender with that incarnation (its options') wrote lands here any more, once the
+ * event PD_TRANSFER_FENCED with the incarnation as its tag has come. For a sender that is dead, or
+ * that nobody believes any more: over tcp its bytes may lie in a socket long after its end. What a
+ * living process writes into memory that it has mapped is not held up: only its death ends that.
+ * The 256 latest are remembered; the same one again is fine. Errors: PD_E_OVERLOAD, PD_E_NOMEM: no
+ * event follows, try again. */
+PD_CHECKED pd_status pd_transfer_fence(pd_transfer *transfer, uint64_t incarnation);
+
 typedef enum pd_transfer_event_kind {
     PD_TRANSFER_CONNECTED, /* peer, tag, lane: what carries the bytes, such as "posix+cma" */
     PD_TRANSFER_PEER_DOWN, /* peer, tag, status: connection failed or broke; close it */
     PD_TRANSFER_CLOSED,    /* peer, tag */
     PD_TRANSFER_SENT,      /* peer, tag, ticket, status, bytes, wire_ns */
     PD_TRANSFER_NOTICE,    /* notice, notice_len: from a peer */
+    PD_TRANSFER_FENCED,    /* tag: the incarnation; notices polled before it had all their bytes */
 } pd_transfer_event_kind;
 
 typedef struct pd_transfer_event {

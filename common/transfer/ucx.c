@@ -27,12 +27,14 @@
 #include <ucs/debug/log_def.h>
 #include <unistd.h>
 
-enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = 4096, HEADS = 4096 };
+enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = 4096, HEADS = 4096, FENCED_MAX = 256 };
 
 /* Before the bytes of a put that goes as a message. */
 typedef struct data_head {
+    uint64_t sender; /* its incarnation */
     uint64_t offset; /* in the receiver's pool */
 } data_head;
+_Static_assert(sizeof(data_head) == 16, "goes over the wire");
 
 /* In an address, before UCX's own bytes. */
 typedef struct ucx_address {
@@ -68,8 +70,12 @@ struct pd_carrier {
     unsigned char *pool; /* [pool_bytes rounded up to a page] then a page for probes */
     uint64_t pool_bytes;
     int fd;
-    uint32_t watched; /* peers that probe or close: progress looks after them */
-    ucx_peer *peers;  /* [peers_max] */
+    uint32_t watched;            /* peers that probe or close: progress looks after them */
+    ucx_peer *peers;             /* [peers_max] */
+    uint64_t incarnation;        /* ours; 0: none */
+    uint64_t fenced[FENCED_MAX]; /* senders whose bytes are dropped; the oldest is replaced */
+    uint64_t fenced_count;       /* ever */
+    uint64_t dropped;            /* messages of theirs */
     size_t address_bytes;
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
 };
@@ -222,7 +228,24 @@ static ucs_status_t on_notice(void *arg, const void *header, size_t header_len, 
     return UCS_OK;
 }
 
-/* The sender checked the range, but it is another process. */
+static bool is_fenced(const pd_carrier *carrier, uint64_t sender)
+{
+    uint64_t count = carrier->fenced_count < FENCED_MAX ? carrier->fenced_count : FENCED_MAX;
+    for (uint64_t i = 0; i < count; i++) {
+        if (carrier->fenced[i] == sender)
+            return true;
+    }
+    return false;
+}
+
+static void fence(pd_carrier *carrier, uint64_t incarnation)
+{
+    if (!is_fenced(carrier, incarnation))
+        carrier->fenced[carrier->fenced_count++ % FENCED_MAX] = incarnation;
+}
+
+/* The sender checked the range, but it is another process. UCX has all of a message when it calls
+ * this, so that one is written in full before a fence or not at all. */
 static ucs_status_t on_data(void *arg, const void *header, size_t header_len, void *data,
                             size_t len, const ucp_am_recv_param_t *param)
 {
@@ -233,6 +256,14 @@ static ucs_status_t on_data(void *arg, const void *header, size_t header_len, vo
     if (header_len != sizeof head || (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 ||
         len > carrier->pool_bytes || head.offset > carrier->pool_bytes - len) {
         pd_log_warn("msg=\"transfer: dropped bytes that are not for this pool\" bytes=%zu", len);
+        return UCS_OK;
+    }
+    if (is_fenced(carrier, head.sender)) {
+        carrier->dropped++; /* the first, then ever fewer are told of */
+        if ((carrier->dropped & (carrier->dropped - 1)) == 0)
+            pd_log_info("msg=\"transfer: dropped bytes of a sender that is gone\" sender=%016llx "
+                        "bytes=%zu dropped=%llu",
+                        (unsigned long long)head.sender, len, (unsigned long long)carrier->dropped);
         return UCS_OK;
     }
     memcpy(carrier->pool + head.offset, data, len);
@@ -394,6 +425,7 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     carrier->events = events;
     carrier->engine = engine;
     carrier->peers_max = options->peers_max;
+    carrier->incarnation = options->incarnation;
     strncpy(carrier->transport, options->transport, sizeof carrier->transport - 1);
     carrier->peers = pd_calloc(options->peers_max, sizeof *carrier->peers);
     pd_status status = carrier->peers == NULL ? PD_E_NOMEM : PD_OK;
@@ -755,7 +787,7 @@ static pd_status put_by_message(pd_carrier *carrier, ucx_peer *peer, uint64_t so
                                 uint64_t target_offset, uint64_t bytes, uint64_t token)
 {
     data_head *head = &peer->heads[(uint32_t)token % HEADS];
-    head->offset = target_offset;
+    *head = (data_head){.sender = carrier->incarnation, .offset = target_offset};
     ucp_request_param_t param = {
         .op_attr_mask =
             UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
@@ -832,4 +864,5 @@ const pd_carrier_ops pd_carrier_ucx = {
     .put = put,
     .flush = flush,
     .send = send_notice,
+    .fence = fence,
 };

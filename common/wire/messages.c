@@ -246,6 +246,7 @@ static pd_status pack_prefill_done(packing *pack, const pd_msg_prefill_done *in)
     out->ship_ms = in->ship_ms;
     out->ship_bytes = in->ship_bytes;
     out->reason = text(in->reason);
+    out->may_land = in->may_land;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_PREFILL_DONE;
     pack->envelope.prefill_done = out;
     return PD_OK;
@@ -685,6 +686,7 @@ static void take_prefill_done(unpacking *un, const Kvw__PrefillDone *in, pd_msg_
     take_float(un, in->ship_ms, &out->ship_ms, "ship_ms is out of range");
     out->ship_bytes = in->ship_bytes;
     take_text(un, in->reason, out->reason, sizeof out->reason, true, "reason is too long");
+    out->may_land = in->may_land;
 }
 
 static void take_step_tokens(unpacking *un, const Kvw__StepTokens *in, pd_msg_step_tokens *out)

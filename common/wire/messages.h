@@ -117,6 +117,9 @@ typedef struct pd_msg_prefill_done {
     float queue_ms, compute_ms, ship_ms;
     uint64_t ship_bytes;
     char reason[PD_REASON_BYTES];
+    /* Its link was cut after it had begun to write: what a socket holds may still land, and the
+     * decode worker has had no last word. False with every other end, whatever its status. */
+    bool may_land;
 } pd_msg_prefill_done;
 
 /* A decode worker cannot go on with a request (a seal did not match, blocks never came). */
@@ -208,7 +211,9 @@ typedef struct pd_msg_peer_up {
 typedef struct pd_msg_peer_gone {
     char name[PD_NAME_BYTES];
     uint64_t incarnation;
-    bool may_write; /* not on the wire: the receiver knows that the process is still there */
+    /* Not on the wire: the receiver knows that the process is still there, or that bytes of it may
+     * still land; a worker's runtime says peer_dead later. */
+    bool may_write;
 } pd_msg_peer_gone;
 
 typedef struct pd_msg_lease_request {
@@ -261,8 +266,8 @@ typedef struct pd_msg_decode_start {
 typedef struct pd_msg_cancel {
     pd_request_key key;
     /* To a decode worker: nobody writes into what was leased for this key any more. No prefill
-     * worker was ever asked for it, or it has answered with pd_msg_prefill_done: there is no last
-     * word to wait for. */
+     * worker was ever asked for it, or it has answered with pd_msg_prefill_done without may_land:
+     * there is no last word to wait for. */
     bool unwritten;
 } pd_msg_cancel;
 

@@ -75,8 +75,10 @@ typedef struct pd_role_ops {
     void (*on_transfer)(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns);
     /* Deadlines, expiries, lost routers, the ledger's check. At least every 100 ms. */
     void (*on_tick)(pd_role_core *core, uint64_t now_ns);
-    /* That incarnation's process is known to be dead, whatever routers say; told once or not at
-     * all. NULL: the role does not care. */
+    /* No write of that incarnation can land here any more, whatever routers say: its process is
+     * dead, or nobody believes it any more, and what was on its way is fenced off. Told after
+     * every notice of it whose bytes landed; once, more often, or not at all. NULL: the role does
+     * not care. */
     void (*peer_dead)(pd_role_core *core, uint64_t incarnation, uint64_t now_ns);
     /* No new requests from here on. */
     void (*drain)(pd_role_core *core);

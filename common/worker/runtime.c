@@ -20,7 +20,7 @@
 #define GRACE_NS  (7 * PD_NS_PER_S) /* a supervisor waits 10 seconds in all */
 #define CANCEL_NS PD_NS_PER_S       /* for what was cancelled to come to rest */
 
-enum { WARM_TOKENS = 16, EVENTS_A_TURN = 256 };
+enum { WARM_TOKENS = 16, EVENTS_A_TURN = 256, UNFENCED_MAX = 1024 };
 
 typedef struct worker {
     pd_worker_setup setup;
@@ -28,7 +28,9 @@ typedef struct worker {
     pd_role_core *core;
     pd_loop *loop;
     pd_bus *bus;
-    pd_peer_watch *peers; /* of whom it matters whether they are dead */
+    pd_peer_watch *peers;            /* of whom it matters whether they are dead */
+    uint64_t unfenced[UNFENCED_MAX]; /* dead, and the transfer was not told yet: it was busy */
+    uint32_t unfenced_count;
     uint64_t host;
     pd_loop_timer *tick_timer, *beat_timer;
     uint64_t layout_fingerprint;
@@ -207,6 +209,45 @@ static void on_welcome(worker *w, const pd_msg_welcome *welcome)
     pd_loop_timer_arm(w->beat_timer, pd_clock_now_ns() + w->beat_ns);
 }
 
+/* ---- the dead ---- */
+
+static void keep_unfenced(worker *w, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < w->unfenced_count; i++) {
+        if (w->unfenced[i] == incarnation)
+            return;
+    }
+    if (w->unfenced_count == UNFENCED_MAX) {
+        pd_log_error("msg=\"the transfer takes no word of the dead; blocks stay quarantined\" "
+                     "incarnation=%016llx",
+                     (unsigned long long)incarnation);
+        return;
+    }
+    w->unfenced[w->unfenced_count++] = incarnation;
+}
+
+/* That process is dead, and yet its bytes may wait in a socket: the core hears of it when the
+ * transfer thread has said that it writes none of them any more. */
+static void fence_off(worker *w, uint64_t incarnation)
+{
+    if (incarnation != 0 && pd_transfer_fence(w->setup.transfer, incarnation) != PD_OK)
+        keep_unfenced(w, incarnation);
+}
+
+static void fence_again(worker *w)
+{
+    while (w->unfenced_count > 0 &&
+           pd_transfer_fence(w->setup.transfer, w->unfenced[w->unfenced_count - 1]) == PD_OK)
+        w->unfenced_count--;
+}
+
+static void on_peer_dead(void *ctx, uint64_t incarnation)
+{
+    worker *w = ctx;
+
+    fence_off(w, incarnation);
+}
+
 static void on_message(void *ctx, const char *from, const pd_message *message)
 {
     worker *w = ctx;
@@ -235,19 +276,14 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
     if (message->kind == PD_MSG_PEER_UP && w->ops->peer_dead != NULL &&
         message->peer_up.host == w->host && w->host != 0)
         pd_peer_watch_add(w->peers, message->peer_up.incarnation, message->peer_up.pid);
-    if (message->kind == PD_MSG_PEER_GONE) {
+    if (message->kind == PD_MSG_PEER_GONE && w->ops->peer_dead != NULL) {
         gone = *message;
-        gone.peer_gone.may_write = pd_peer_watch_alive(w->peers, message->peer_gone.incarnation);
+        gone.peer_gone.may_write = true; /* until it is fenced off */
         message = &gone;
+        if (!pd_peer_watch_alive(w->peers, gone.peer_gone.incarnation))
+            fence_off(w, gone.peer_gone.incarnation);
     }
     w->ops->on_message(w->core, w->router, message, now_ns);
-}
-
-static void on_peer_dead(void *ctx, uint64_t incarnation)
-{
-    worker *w = ctx;
-
-    w->ops->peer_dead(w->core, incarnation, pd_clock_now_ns());
 }
 
 static void on_engine(void *ctx, uint32_t epoll_events)
@@ -282,7 +318,10 @@ static void on_transfer(void *ctx, uint32_t epoll_events)
     for (int i = 0; i < EVENTS_A_TURN; i++) {
         if (pd_transfer_poll(w->setup.transfer, &w->event) != PD_OK)
             return;
-        w->ops->on_transfer(w->core, &w->event, pd_clock_now_ns());
+        if (w->event.kind == PD_TRANSFER_FENCED)
+            w->ops->peer_dead(w->core, w->event.tag, pd_clock_now_ns());
+        else
+            w->ops->on_transfer(w->core, &w->event, pd_clock_now_ns());
     }
 }
 
@@ -320,6 +359,7 @@ static void on_tick(void *ctx)
     worker *w = ctx;
     uint64_t now_ns = pd_clock_now_ns();
 
+    fence_again(w);
     w->ops->on_tick(w->core, now_ns);
     if (w->router != 0 && now_ns > w->router_heard_ns + w->lost_after_ns) {
         pd_log_warn("msg=\"the router is silent\" router=%016llx", (unsigned long long)w->router);

@@ -145,6 +145,7 @@ static pd_status open_transfer(pd_worker_setup *setup)
         .device = setup->deployment.transfer.device,
         .pool_bytes = setup->layout.pool_bytes,
         .peers_max = PD_WORKER_PEERS_MAX,
+        .incarnation = setup->incarnation,
     };
     pd_status status = pd_transfer_create(&options, &setup->transfer);
 

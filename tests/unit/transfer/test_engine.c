@@ -46,6 +46,7 @@ static struct {
     kept_op ops[OPS_KEPT];
     uint32_t ops_count;
     uint32_t puts, flushes, sends;
+    uint64_t fenced;
     pd_carrier *carrier;
 } script = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -79,6 +80,12 @@ static const void *scripted_address(const pd_carrier *carrier, size_t *bytes_out
     (void)carrier;
     *bytes_out = 0;
     return "";
+}
+
+static void scripted_fence(pd_carrier *carrier, uint64_t incarnation)
+{
+    (void)carrier;
+    script.fenced = incarnation;
 }
 
 static int scripted_fd(const pd_carrier *carrier)
@@ -204,6 +211,7 @@ static const pd_carrier_ops scripted = {
     .put = scripted_put,
     .flush = scripted_flush,
     .send = scripted_send,
+    .fence = scripted_fence,
 };
 
 /* ---- the test's side ---- */

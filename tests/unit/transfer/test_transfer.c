@@ -27,6 +27,7 @@ enum {
     POOL_BYTES = 8 << 20,
     PIECE_BYTES = 60 << 10,
     PIECES = POOL_BYTES / PIECE_BYTES,
+    EVENTS_KEPT = 5000, /* more than wait for a loop that takes none */
 };
 
 /* What a notice says: these pieces of your pool have these hashes now. */
@@ -91,13 +92,17 @@ static int receiver_main(const char *transport, int in, int out)
     return 0;
 }
 
-/* The other way round: writes to the address it reads from in, for ever. */
-static int sender_main(const char *transport, int in, int out)
+/* The other way round: writes to the address it reads from in, for ever; first, without bytes, as
+ * many notices as are asked for. */
+static int sender_main(const char *transport, int in, int out, uint32_t empty)
 {
     pd_log_init("sender", PD_LOG_ERROR);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    pd_transfer_options options = {
-        .backend = "ucx", .transport = transport, .pool_bytes = POOL_BYTES, .peers_max = 2};
+    pd_transfer_options options = {.backend = "ucx",
+                                   .transport = transport,
+                                   .pool_bytes = POOL_BYTES,
+                                   .peers_max = 2,
+                                   .incarnation = (uint64_t)getpid()};
     pd_transfer *transfer = NULL;
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
     ssize_t bytes = read(in, address, sizeof address);
@@ -108,10 +113,11 @@ static int sender_main(const char *transport, int in, int out)
     for (uint32_t i = 0;; i++) {
         while (pd_transfer_poll(transfer, &event) == PD_OK)
             ;
-        if (pd_transfer_put(transfer, peer, i, 0, (i % 8) << 20, 1 << 20) != PD_OK ||
+        if ((i >= empty &&
+             pd_transfer_put(transfer, peer, i, 0, (i % 8) << 20, 1 << 20) != PD_OK) ||
             pd_transfer_notice(transfer, peer, i, &i, sizeof i) != PD_OK)
             usleep(1000);
-        if (i == 1000 && write(out, "", 1) != 1)
+        if (i == empty + 50 && write(out, "", 1) != 1)
             return 3;
     }
 }
@@ -134,7 +140,7 @@ static void read_all(int fd, void *bytes, size_t len)
     }
 }
 
-/* Starts this program again in a role, "receiver" or "sender". */
+/* Starts this program again in a role: "receiver", "sender" or "filler". */
 static receiver process_start(const char *role, const char *transport)
 {
     int down[2], up[2];
@@ -421,6 +427,54 @@ static void a_receiver_outlives_its_senders(void **state)
     pd_transfer_destroy(transfer);
 }
 
+/* Fences the senders off; notices of theirs may come before. */
+static void fence_all(pd_transfer *transfer, const receiver *senders, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        assert_int_equal(pd_transfer_fence(transfer, (uint64_t)senders[i].pid), PD_OK);
+    for (uint32_t i = 0; i < count;) {
+        assert_true(next_event(transfer, 20000));
+        if (event.kind == PD_TRANSFER_NOTICE)
+            continue;
+        assert_int_equal(event.kind, PD_TRANSFER_FENCED);
+        assert_int_equal(event.tag, senders[i++].pid);
+    }
+}
+
+/* The dead senders' sockets are still full, and their blocks somebody else's. Nobody takes events
+ * at first, so that the transfer thread reads no socket dry. */
+static void a_fenced_sender_changes_no_byte_any_more(void **state)
+{
+    enum { ROUNDS = 6, SENDERS = 3 };
+    pd_transfer *transfer = sender_create(transport_of(state), 0);
+    unsigned char *pool = pd_transfer_pool(transfer);
+    size_t bytes;
+    const void *address = pd_transfer_address(transfer, &bytes);
+    for (int round = 0; round < ROUNDS; round++) {
+        receiver senders[SENDERS];
+        char ready;
+        for (int i = 0; i < SENDERS; i++) {
+            senders[i] = process_start("filler", transport_of(state));
+            assert_int_equal(write(senders[i].out, address, bytes), bytes);
+        }
+        for (int i = 0; i < SENDERS; i++)
+            read_all(senders[i].in, &ready, 1);
+        usleep(100000);
+        for (int i = 0; i < SENDERS; i++)
+            receiver_kill(&senders[i]);
+        fence_all(transfer, senders, SENDERS);
+        memset(pool, 0xa5, POOL_BYTES);
+        uint64_t end_ns = pd_clock_now_ns() + 300 * PD_NS_PER_MS;
+        while (pd_clock_now_ns() < end_ns)
+            next_event(transfer, 10);
+        size_t wrong = 0;
+        for (size_t i = 0; i < POOL_BYTES; i++)
+            wrong += pool[i] != 0xa5;
+        assert_int_equal(wrong, 0);
+    }
+    pd_transfer_destroy(transfer);
+}
+
 static void connecting_to_a_dead_peer_fails_in_time(void **state)
 {
     pd_transfer *transfer = sender_create(transport_of(state), 1500);
@@ -620,9 +674,11 @@ static int nothing_is_left(void **state)
 
 int main(int argc, char **argv)
 {
+    if (argc == 4 && strcmp(argv[0], "receiver") == 0)
+        return receiver_main(argv[1], atoi(argv[2]), atoi(argv[3]));
     if (argc == 4)
-        return (strcmp(argv[0], "sender") == 0 ? sender_main : receiver_main)(
-            argv[1], atoi(argv[2]), atoi(argv[3]));
+        return sender_main(argv[1], atoi(argv[2]), atoi(argv[3]),
+                           strcmp(argv[0], "filler") == 0 ? EVENTS_KEPT : 0);
     pd_log_init("test", getenv("TEST_LOG") != NULL ? PD_LOG_DEBUG : PD_LOG_ERROR);
     signal(SIGPIPE, SIG_IGN);
     cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
@@ -636,6 +692,8 @@ int main(int argc, char **argv)
         /* over shared memory a sender killed inside UCX's queue can leave it stuck: see
          * common/transfer/ucx.c */
         {"a_receiver_outlives_its_senders/tcp", a_receiver_outlives_its_senders, NULL, NULL, "tcp"},
+        {"a_fenced_sender_changes_no_byte_any_more/tcp", a_fenced_sender_changes_no_byte_any_more,
+         NULL, NULL, "tcp"},
         BOTH(connecting_to_a_dead_peer_fails_in_time),
         BOTH(closing_fails_everything_under_way_at_once),
         {"a_peer_that_hangs_is_given_up_in_time/tcp", a_peer_that_hangs_is_given_up_in_time, NULL,

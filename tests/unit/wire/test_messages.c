@@ -86,6 +86,7 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                 .queue_ms = 1,
                                                 .compute_ms = 2,
                                                 .ship_ms = 3,
+                                                .may_land = true,
                                                 .ship_bytes = 1ull << 40,
                                                 .reason = ""};
         break;
