@@ -89,6 +89,25 @@ def test_a_killed_worker_costs_a_clear_error_at_most(hardy, rng, name, round_num
     assert again == want, "the cluster answers otherwise than before"
 
 
+def test_a_prefill_worker_killed_while_it_ships_over_tcp_spoils_nobodys_blocks(rng):
+    """What its socket still holds must not land in blocks that others lease at once: two prompts
+    nearly fill the pool, so that freed blocks are used again."""
+    with cl.Cluster(workers=3, ratio="2:1", model={"context": 2048}, kv={"memory": "96MiB"}, transfer={"transport": "tcp"},
+                    prefill={"threads": 1, "chunk_tokens": 64}) as one:
+        prompts = [[rng.randrange(100, 40000) for _ in range(cl.scaled(600))] for _ in range(4)]
+        cl.wait_until(lambda: one.worker("prefill-1") is not None and one.worker("prefill-1")["state"] == "ready", 30, "prefill-1 is not ready")
+        for _ in range(4 if FULL else 1):
+            killer = threading.Timer(0.3 + rng.random() * 0.7, kill_and_wait, (one, "prefill-0", one.worker("prefill-0")))
+            killer.start()
+            answers = one.together([lambda prompt=prompt: one.stream(prompt, TOKENS, ignore_eos=True) for prompt in prompts])
+            killer.join()
+            one.assert_clean(timeout_s=20)
+            for prompt, answer in zip(prompts, answers):
+                fresh = one.complete(prompt, TOKENS, ignore_eos=True)
+                assert_clear(answer, fresh.token_ids)
+            prompts = [[rng.randrange(100, 40000)] + prompt for prompt in prompts]
+
+
 def test_the_request_id_is_in_the_logs_of_every_service(plain):
     identity = f"trace-{time.monotonic_ns()}"
     response = plain.http.post("/v1/completions", json=plain.body("Hello there", 4, ignore_eos=True), headers={"x-request-id": identity})

@@ -355,6 +355,20 @@ static void on_shipped(fake *f, uint32_t i, const fake_event *e)
     say(f, i, &message);
 }
 
+void fake_cut(fake *f, uint32_t i, bool may_land)
+{
+    fake_worker *w = &f->workers[i];
+    while (w->prefills > 0) {
+        pd_message message = {.kind = PD_MSG_PREFILL_DONE,
+                              .prefill_done = {.key = w->prefilling[0],
+                                               .status = PD_E_PEER,
+                                               .reason = "the link was cut",
+                                               .may_land = may_land}};
+        drop_prefill(w, &message.prefill_done.key);
+        say(f, i, &message);
+    }
+}
+
 static void on_start(fake *f, uint32_t i, const pd_msg_decode_start *start)
 {
     fake_lease *lease = find_lease(&f->workers[i], &start->key);

@@ -79,7 +79,9 @@ void fake_fini(fake *f);
 void fake_config(router_core_config *config);
 /* Starts a worker: it says hello, links and warms up. */
 uint32_t fake_add(fake *f, pd_role role, uint32_t blocks);
-void fake_kill(fake *f, uint32_t worker);    /* the process ends without a word */
+void fake_kill(fake *f, uint32_t worker); /* the process ends without a word */
+/* A prefill worker ends what it has in PD_E_PEER, its link cut; may_land as the message says it. */
+void fake_cut(fake *f, uint32_t worker, bool may_land);
 void fake_restart(fake *f, uint32_t worker); /* a new incarnation under the same name */
 void fake_hello(const fake *f, const fake_worker *worker, pd_msg_hello *hello_out);
 /* Runs until until_ns, ticking the core when it is due. */

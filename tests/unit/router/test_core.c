@@ -306,6 +306,29 @@ static void a_lost_writer_is_not_called_silent(void **state)
     world_free(w);
 }
 
+/* Its link was cut in the middle: it is done, and its bytes may be on their way. */
+static void a_cut_writers_last_word_frees_nothing(void **state)
+{
+    (void)state;
+    for (int may_land = 0; may_land < 2; may_land++) {
+        world *w = world_new(19);
+        uint32_t prefill = fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+        uint32_t decode = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        wait_ms(w, 200);
+        answer *a = ask(w, 40, 20);
+        for (int i = 0; i < 100 && w->fake.workers[prefill].prefills == 0; i++)
+            wait_ms(w, 1);
+        assert_int_equal(w->fake.workers[prefill].prefills, 1);
+        fake_cut(&w->fake, prefill, may_land != 0);
+        wait_ms(w, 3000);
+        assert_int_equal(a->ends, 1);
+        assert_int_equal(w->fake.workers[decode].cancels, 1);
+        assert_int_equal(w->fake.workers[decode].unwritten, !may_land);
+        assert_nothing_left(w);
+        world_free(w);
+    }
+}
+
 /* While the router stops: what waits for workers that all leave ends at once, the rest when told.
  */
 static void a_stop_ends_what_waits_for_workers_that_leave(void **state)
@@ -639,6 +662,7 @@ int main(void)
         cmocka_unit_test(a_full_queue_is_429),
         cmocka_unit_test(a_lost_prefill_worker_is_survived_before_the_first_token),
         cmocka_unit_test(a_lost_writer_is_not_called_silent),
+        cmocka_unit_test(a_cut_writers_last_word_frees_nothing),
         cmocka_unit_test(a_stop_ends_what_waits_for_workers_that_leave),
         cmocka_unit_test(a_lost_decode_worker_in_the_middle_is_a_clear_503),
         cmocka_unit_test(cancel_in_every_state_frees_everything),

@@ -559,10 +559,26 @@ static int nothing_is_left(void **state)
     return 0;
 }
 
+static void a_fence_is_confirmed_when_the_carrier_has_it(void **state)
+{
+    (void)state;
+    pd_engine *engine = engine_create(4, 0);
+    pd_engine_control control = {.kind = PD_ENGINE_FENCE, .incarnation = 7};
+    control.events[0] = pd_calloc(1, sizeof *control.events[0]);
+    assert_non_null(control.events[0]);
+    control.events[0]->kind = PD_TRANSFER_FENCED;
+    script.fenced = 0;
+    assert_int_equal(pd_engine_control_push(engine, &control), PD_OK);
+    expect(engine, PD_TRANSFER_FENCED, PD_OK, 0);
+    assert_int_equal(script.fenced, 7);
+    pd_engine_destroy(engine);
+}
+
 int main(void)
 {
     pd_log_init("test", PD_LOG_ERROR);
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_teardown(a_fence_is_confirmed_when_the_carrier_has_it, nothing_is_left),
         cmocka_unit_test_teardown(a_notice_waits_for_the_flush_and_for_every_put, nothing_is_left),
         cmocka_unit_test_teardown(a_failed_put_stops_the_notice_though_the_flush_says_ok,
                                   nothing_is_left),
