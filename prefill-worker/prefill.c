@@ -44,10 +44,11 @@ typedef struct request {
     uint64_t compute_ns;
     uint64_t ship_bytes;
     bool may_land; /* as pd_msg_prefill_done says it */
+    bool unclosed; /* its link's close was given up: puts may be under way for ever */
 } request;
 
-/* An abort for a decode worker whose link is not up yet. Only of requests that never wrote: what an
- * earlier, broken link may still carry is ended by the peer's death alone. */
+/* An abort for a decode worker whose link is not up. Words of a newer link end what an older one
+ * may still carry (common/transfer), so one owed since a link broke may be paid by the next. */
 typedef struct owed_abort {
     uint64_t receiver; /* 0: unused */
     pd_request_key key;
@@ -186,6 +187,10 @@ static void abort_at(pd_role_core *core, const prefill_link *link, const pd_requ
 
 static void owe_abort(pd_role_core *core, uint64_t receiver, const pd_request_key *key)
 {
+    if (core->owed[core->owed_next].receiver != 0)
+        pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
+                    "quarantined until this worker ends\" receiver=%016llx",
+                    (unsigned long long)core->owed[core->owed_next].receiver);
     core->owed[core->owed_next] = (owed_abort){.receiver = receiver, .key = *key};
     core->owed_next = (core->owed_next + 1) % OWED_MAX;
 }
@@ -288,12 +293,15 @@ static void finish(pd_role_core *core, request *r)
 {
     prefill_link *link = prefill_links_by_tag(&core->links, r->link_tag);
 
-    if (r->status != PD_OK && r->ship && link != NULL && link->state == PREFILL_LINK_UP)
+    if (r->status != PD_OK && r->ship && link != NULL && link->state == PREFILL_LINK_UP) {
         abort_at(core, link, &r->key);
-    else if (r->status != PD_OK && r->ship && !r->item.started)
-        owe_abort(core, r->receiver, &r->key);
-    else if (r->status != PD_OK && r->ship)
-        r->may_land = true;
+    } else if (r->status != PD_OK && r->ship) {
+        /* The last word goes by the next link. What was on its way by this one may land until then,
+         * and, where the link could not be closed, even after. */
+        r->may_land = r->item.started;
+        if (!r->unclosed)
+            owe_abort(core, r->receiver, &r->key);
+    }
     if (r->item.started)
         pd_prefix_cache_drop(core->blocks.cache, r->blocks, r->blocks_count, PD_CLAIM_RUNNING);
     if (r->status == PD_OK)
@@ -811,8 +819,10 @@ static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *eve
         prefill_links_closed(link);
         for (request *r = core->requests, *next; r != NULL; r = next) {
             next = r->next;
-            if (r->ship && r->link_tag == tag)
-                settle(core, r);
+            if (!r->ship || r->link_tag != tag)
+                continue;
+            r->unclosed = event->status != PD_OK && r->item.started;
+            settle(core, r);
         }
     }
     run_step(core, now_ns);

@@ -29,12 +29,19 @@
 
 enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = 4096, HEADS = 4096, FENCED_MAX = 256 };
 
+/* Before a notice: whose it is, and by which of its links. */
+typedef struct link_head {
+    uint64_t sender; /* its incarnation */
+    uint64_t link;   /* the sender counts the links it opens */
+} link_head;
+_Static_assert(sizeof(link_head) == 16, "goes over the wire");
+
 /* Before the bytes of a put that goes as a message. */
 typedef struct data_head {
-    uint64_t sender; /* its incarnation */
+    link_head from;
     uint64_t offset; /* in the receiver's pool */
 } data_head;
-_Static_assert(sizeof(data_head) == 16, "goes over the wire");
+_Static_assert(sizeof(data_head) == 24, "goes over the wire");
 
 /* In an address, before UCX's own bytes. */
 typedef struct ucx_address {
@@ -50,6 +57,7 @@ typedef struct ucx_peer {
     ucp_ep_h ep; /* NULL: not open */
     ucp_rkey_h rkey;
     uint64_t base;
+    link_head head;    /* of this link */
     bool by_message;   /* over tcp: see put_by_message */
     data_head *heads;  /* [HEADS] by put number; NULL until needed, kept for the next peer */
     bool failed;       /* UCX reported an error: no further calls but closing */
@@ -70,12 +78,15 @@ struct pd_carrier {
     unsigned char *pool; /* [pool_bytes rounded up to a page] then a page for probes */
     uint64_t pool_bytes;
     int fd;
-    uint32_t watched;            /* peers that probe or close: progress looks after them */
-    ucx_peer *peers;             /* [peers_max] */
-    uint64_t incarnation;        /* ours; 0: none */
-    uint64_t fenced[FENCED_MAX]; /* senders whose bytes are dropped; the oldest is replaced */
-    uint64_t fenced_count;       /* ever */
-    uint64_t dropped;            /* messages of theirs */
+    uint32_t watched;             /* peers that probe or close: progress looks after them */
+    ucx_peer *peers;              /* [peers_max] */
+    uint64_t incarnation;         /* ours; 0: none */
+    uint64_t fenced[FENCED_MAX];  /* senders whose bytes are dropped; the oldest is replaced */
+    uint64_t fenced_count;        /* ever */
+    uint64_t dropped;             /* messages of theirs, and of links that ended */
+    uint64_t links_opened;        /* ever, by us */
+    link_head newest[FENCED_MAX]; /* the newest link of each sender seen; the oldest is replaced */
+    uint64_t newest_count;        /* ever */
     size_t address_bytes;
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
 };
@@ -215,15 +226,48 @@ static pd_status init_context(pd_carrier *carrier, const pd_transfer_options *op
 
 /* ---- create ---- */
 
+/* A sender opens a link only when the one before is closed. What was still under way on that one
+ * may come later all the same, over tcp: after words of the newer link it is no longer believed. */
+static bool of_an_old_link(pd_carrier *carrier, const link_head *head)
+{
+    uint64_t count = carrier->newest_count < FENCED_MAX ? carrier->newest_count : FENCED_MAX;
+    if (head->sender == 0)
+        return false;
+    for (uint64_t i = 0; i < count; i++) {
+        link_head *newest = &carrier->newest[i];
+        if (newest->sender != head->sender)
+            continue;
+        if (head->link > newest->link)
+            newest->link = head->link;
+        return head->link < newest->link;
+    }
+    carrier->newest[carrier->newest_count++ % FENCED_MAX] = *head;
+    return false;
+}
+
+static void count_dropped(pd_carrier *carrier, uint64_t sender, size_t len)
+{
+    carrier->dropped++; /* the first, then ever fewer are told of */
+    if ((carrier->dropped & (carrier->dropped - 1)) == 0)
+        pd_log_info("msg=\"transfer: dropped what came of a sender or link that is gone\" "
+                    "sender=%016llx bytes=%zu dropped=%llu",
+                    (unsigned long long)sender, len, (unsigned long long)carrier->dropped);
+}
+
 static ucs_status_t on_notice(void *arg, const void *header, size_t header_len, void *data,
                               size_t len, const ucp_am_recv_param_t *param)
 {
-    (void)header;
-    (void)header_len;
     pd_carrier *carrier = arg;
+    link_head head = {0};
+    if (header_len == sizeof head)
+        memcpy(&head, header, sizeof head);
+    if (of_an_old_link(carrier, &head)) {
+        count_dropped(carrier, head.sender, len);
+        return UCS_OK;
+    }
     /* notices are sent eagerly; a rendezvous would need a receive, and nobody of ours asks for it.
      * Length 0 is malformed, as the engine will say. */
-    bool here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0;
+    bool here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0 && header_len == sizeof head;
     carrier->events->received(carrier->engine, data, here ? len : 0);
     return UCS_OK;
 }
@@ -258,12 +302,8 @@ static ucs_status_t on_data(void *arg, const void *header, size_t header_len, vo
         pd_log_warn("msg=\"transfer: dropped bytes that are not for this pool\" bytes=%zu", len);
         return UCS_OK;
     }
-    if (is_fenced(carrier, head.sender)) {
-        carrier->dropped++; /* the first, then ever fewer are told of */
-        if ((carrier->dropped & (carrier->dropped - 1)) == 0)
-            pd_log_info("msg=\"transfer: dropped bytes of a sender that is gone\" sender=%016llx "
-                        "bytes=%zu dropped=%llu",
-                        (unsigned long long)head.sender, len, (unsigned long long)carrier->dropped);
+    if (is_fenced(carrier, head.from.sender) || of_an_old_link(carrier, &head.from)) {
+        count_dropped(carrier, head.from.sender, len);
         return UCS_OK;
     }
     memcpy(carrier->pool + head.offset, data, len);
@@ -641,7 +681,10 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
 {
     ucx_peer *peer = &carrier->peers[index];
     ucx_address head;
-    *peer = (ucx_peer){.carrier = carrier, .index = index, .heads = peer->heads};
+    *peer = (ucx_peer){.carrier = carrier,
+                       .index = index,
+                       .heads = peer->heads,
+                       .head = {.sender = carrier->incarnation, .link = ++carrier->links_opened}};
     if (read_address(bytes, len, &head) != PD_OK) {
         pd_log_error("msg=\"ucx: a peer's address is malformed\" bytes=%zu", len);
         return PD_E_INVALID;
@@ -787,7 +830,7 @@ static pd_status put_by_message(pd_carrier *carrier, ucx_peer *peer, uint64_t so
                                 uint64_t target_offset, uint64_t bytes, uint64_t token)
 {
     data_head *head = &peer->heads[(uint32_t)token % HEADS];
-    *head = (data_head){.sender = carrier->incarnation, .offset = target_offset};
+    *head = (data_head){.from = peer->head, .offset = target_offset};
     ucp_request_param_t param = {
         .op_attr_mask =
             UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
@@ -847,7 +890,8 @@ static pd_status send_notice(pd_carrier *carrier, pd_peer index, const void *byt
         .cb.send = on_send,
         .user_data = (void *)(uintptr_t)token,
     };
-    return started(ucp_am_send_nbx(peer->ep, NOTICE_AM_ID, NULL, 0, bytes, len, &param));
+    return started(ucp_am_send_nbx(peer->ep, NOTICE_AM_ID, &peer->head, sizeof peer->head, bytes,
+                                   len, &param));
 }
 
 const pd_carrier_ops pd_carrier_ucx = {
