@@ -1,6 +1,7 @@
 #include "deploy/supervise.h"
 
 #include "common/base/clock.h"
+#include "common/base/json.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "deploy/http_get.h"
@@ -23,6 +24,7 @@
 #define BACKOFF_FIRST_NS (500 * PD_NS_PER_MS)
 #define BACKOFF_MAX_NS   (8 * PD_NS_PER_S)
 #define PROGRESS_NS      (2 * PD_NS_PER_S)
+#define COMPLETE_NS      (10 * PD_NS_PER_S) /* patience for the last workers of a ready cluster */
 #define CHOSEN_MAX       6
 #define LINE_MAX_BYTES   1024
 
@@ -51,6 +53,7 @@ typedef struct supervisor {
     bool stopping, killed;
     uint64_t kill_due_ns;
     uint64_t started_ns;
+    uint64_t answered_ns; /* since when /ready says 200; 0: it does not */
     pd_status result;
 } supervisor;
 
@@ -459,22 +462,49 @@ static void become_ready(supervisor *s, uint64_t now_ns)
     }
 }
 
+/* Whether the answer of /ready counts every worker and every pair of them. One pair is enough to be
+ * ready, but whoever starts a cluster wants to see all of it. */
+static bool is_complete(const pd_deployment *d, const pd_buf *body)
+{
+    pd_json *root = NULL;
+    pd_json_error error;
+    if (pd_json_parse(pd_buf_text(body), body->len, &root, &error) != PD_OK)
+        return true; /* it says 200, and nothing that could be counted */
+    const pd_json *prefill = pd_json_get(root, "prefill"), *decode = pd_json_get(root, "decode");
+    const pd_json *links = pd_json_get(root, "links");
+    bool complete = prefill == NULL || decode == NULL || links == NULL ||
+                    (pd_json_integer(prefill) >= d->prefill.workers &&
+                     pd_json_integer(decode) >= d->decode.workers &&
+                     pd_json_integer(links) >= (int64_t)d->prefill.workers * d->decode.workers);
+    pd_json_free(root);
+    return complete;
+}
+
 /* One look at /ready while the cluster starts. */
 static void check_ready(supervisor *s, uint64_t *progress_ns)
 {
     uint64_t now_ns, late_ns = s->started_ns + s->options->ready_timeout_ns;
     char answer[128] = "nobody answers yet";
     int code = 0;
+    bool complete = false;
     pd_buf body;
 
     pd_buf_init(&body, 65536);
-    if (http_get(&s->listen, "/ready", 1000, &code, &body) == PD_OK)
+    if (http_get(&s->listen, "/ready", 1000, &code, &body) == PD_OK) {
         snprintf(answer, sizeof answer, "GET /ready: %d %.100s", code, pd_buf_text(&body));
+        complete = is_complete(s->deployment, &body);
+    }
     pd_buf_fini(&body);
     now_ns = pd_clock_now_ns();
+    if (code != 200)
+        s->answered_ns = 0;
+    else if (s->answered_ns == 0)
+        s->answered_ns = now_ns;
     if (reap(s)) {
         write_state(s); /* one ended meanwhile: whatever /ready said is of before */
-    } else if (code == 200) {
+    } else if (code == 200 && (complete || now_ns - s->answered_ns > COMPLETE_NS)) {
+        if (!complete)
+            say(s, 'P', "not all workers are there yet: %s", answer);
         become_ready(s, now_ns);
     } else if (now_ns > late_ns) {
         say(s, 'E', "not ready after %llu s: %s (logs: %s/logs)",
