@@ -93,7 +93,7 @@ static int receiver_main(const char *transport, int in, int out)
 }
 
 /* The other way round: writes to the address it reads from in, for ever; first, without bytes, as
- * many notices as are asked for. */
+ * many notices as are asked for, when it is connected and told to begin. */
 static int sender_main(const char *transport, int in, int out, uint32_t empty)
 {
     pd_log_init("sender", PD_LOG_ERROR);
@@ -110,6 +110,12 @@ static int sender_main(const char *transport, int in, int out, uint32_t empty)
     if (bytes <= 0 || pd_transfer_create(&options, &transfer) != PD_OK ||
         pd_transfer_connect(transfer, address, (size_t)bytes, 0, &peer) != PD_OK)
         return 2;
+    char word;
+    while (empty != 0 &&
+           (pd_transfer_poll(transfer, &event) != PD_OK || event.kind != PD_TRANSFER_CONNECTED))
+        usleep(1000);
+    if (empty != 0 && (write(out, "", 1) != 1 || read(in, &word, 1) != 1))
+        return 4;
     for (uint32_t i = 0;; i++) {
         while (pd_transfer_poll(transfer, &event) == PD_OK)
             ;
@@ -457,6 +463,11 @@ static void a_fenced_sender_changes_no_byte_any_more(void **state)
             senders[i] = process_start("filler", transport_of(state));
             assert_int_equal(write(senders[i].out, address, bytes), bytes);
         }
+        /* UCX 1.13 aborts a process that still owes a dead one the answer to its connecting */
+        for (int i = 0; i < SENDERS; i++)
+            read_all(senders[i].in, &ready, 1);
+        for (int i = 0; i < SENDERS; i++)
+            assert_int_equal(write(senders[i].out, "", 1), 1);
         for (int i = 0; i < SENDERS; i++)
             read_all(senders[i].in, &ready, 1);
         usleep(100000);
