@@ -133,7 +133,7 @@ static void give(http_exchange *exchange, int status, struct MHD_Response *respo
     pd_assert(exchange->answer == NULL && exchange->handed && !exchange->over);
     if (response == NULL) {
         pd_log_error("msg=\"http: out of memory for a response\"");
-        exchange->gone = exchange->over = true;
+        exchange->gone = true; /* the handler of a stream hears of it when the library ends it */
     } else {
         add_headers(response, headers);
         exchange->answer = response;
