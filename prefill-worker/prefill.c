@@ -40,7 +40,8 @@ typedef struct request {
     uint32_t shipped;      /* blocks before this one have left or are held there */
     uint32_t posted, sent; /* notices */
     uint32_t cached;       /* tokens */
-    uint64_t arrived_ns, started_ns, computed_ns, shipped_ns, ended_ns;
+    uint64_t arrived_ns, started_ns, ended_ns;
+    uint64_t wire_ns; /* of all writes that landed, hidden behind computing or not */
     uint64_t compute_ns;
     uint64_t ship_bytes;
     bool may_land; /* as pd_msg_prefill_done says it */
@@ -256,7 +257,7 @@ static void say_done(pd_role_core *core, const request *r)
     done->computed_tokens = r->item.done - r->cached;
     done->queue_ms = ms_between(r->arrived_ns, r->started_ns);
     done->compute_ms = (float)((double)r->compute_ns / 1e6);
-    done->ship_ms = ms_between(r->computed_ns, r->shipped_ns);
+    done->ship_ms = (float)((double)r->wire_ns / 1e6);
     done->ship_bytes = r->ship_bytes;
     done->may_land = r->may_land;
     snprintf(done->reason, sizeof done->reason, "%s", r->reason);
@@ -444,10 +445,9 @@ static void run_step(pd_role_core *core, uint64_t now_ns)
     core->sink.run(core->sink.ctx, &core->step);
 }
 
-static void answer_first_token(pd_role_core *core, request *r, uint32_t token, uint64_t now_ns)
+static void answer_first_token(pd_role_core *core, request *r, uint32_t token)
 {
     r->computed = true;
-    r->computed_ns = now_ns;
     pd_prefill_queue_remove(&core->queue, &r->item);
     pd_token_batch_add(
         &core->tokens,
@@ -460,8 +460,7 @@ static void answer_first_token(pd_role_core *core, request *r, uint32_t token, u
         });
 }
 
-static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_slice *slice,
-                       uint64_t now_ns)
+static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_slice *slice)
 {
     request *r = slice->request;
 
@@ -481,7 +480,7 @@ static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_sl
         core->counters.blocks_shipped += slice->ship.count;
     }
     if (slice->want_token)
-        answer_first_token(core, r, slice->token_out, now_ns);
+        answer_first_token(core, r, slice->token_out);
 }
 
 static void observe_step(pd_role_core *core, const pd_step *step)
@@ -504,7 +503,7 @@ static void prefill_on_step_done(pd_role_core *core, pd_step *step, uint64_t now
     core->steps_done++;
     core->counters.steps++;
     for (uint32_t i = 0; i < step->slices_count; i++)
-        take_slice(core, step, &step->slices[i], now_ns);
+        take_slice(core, step, &step->slices[i]);
     if (step->status == PD_OK)
         observe_step(core, step);
     pd_token_batch_send(&core->tokens, &core->options, &core->sink, step,
@@ -789,7 +788,7 @@ static void on_sent(pd_role_core *core, const pd_transfer_event *event, uint64_t
         return;
     }
     r->ship_bytes += event->bytes;
-    r->shipped_ns = now_ns;
+    r->wire_ns += event->wire_ns;
     core->counters.bytes_shipped += event->bytes;
     pd_cost_observe_ship(&core->cost, event->bytes, (double)event->wire_ns / 1e6);
     settle(core, r);

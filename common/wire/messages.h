@@ -114,7 +114,9 @@ typedef struct pd_msg_prefill_done {
     pd_status status; /* PD_OK: all notices are sent; PD_E_CANCELLED: the last word on its blocks is
                          spoken; PD_E_PEER: the decode worker's link failed; ... */
     uint32_t cached_tokens, computed_tokens;
-    float queue_ms, compute_ms, ship_ms;
+    float queue_ms, compute_ms;
+    float ship_ms; /* on the wire: the sum over all writes, each from its first put to all landed,
+                      also where it went on behind computing */
     uint64_t ship_bytes;
     char reason[PD_REASON_BYTES];
     /* Its link was cut after it had begun to write: what a socket holds may still land, and the

@@ -234,6 +234,24 @@ static void blocks_a_decode_worker_holds_are_not_shipped(void **state)
     world_destroy(w);
 }
 
+/* What a router learns the price of shipping from: not only what was left after computing. */
+static void the_time_on_the_wire_of_every_write_is_reported(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .chunk_tokens = 32});
+    uint32_t prompt[100] = {7};
+
+    world_ask(w, prompt, 100, 4);
+    assert_true(world_settle(w));
+    read_letters(w);
+    assert_int_equal(w->last_done.status, PD_OK);
+    uint64_t writes = w->last_done.ship_bytes / 1000; /* the world's writes: 1000 B in 1000 ns */
+    assert_true(writes > 1);
+    assert_true(w->last_done.ship_ms > 0.99 * (double)writes / 1000 &&
+                w->last_done.ship_ms < 1.01 * (double)writes / 1000);
+    world_destroy(w);
+}
+
 static void leaving_cancels_everything(void **state)
 {
     (void)state;
@@ -262,6 +280,7 @@ int main(void)
         cmocka_unit_test(a_stuck_link_is_closed_so_that_a_cancel_can_end),
         cmocka_unit_test(a_failed_write_ends_its_request_after_the_link),
         cmocka_unit_test(blocks_a_decode_worker_holds_are_not_shipped),
+        cmocka_unit_test(the_time_on_the_wire_of_every_write_is_reported),
         cmocka_unit_test(leaving_cancels_everything),
     };
 
