@@ -27,6 +27,7 @@ struct pd_role_core {
     decode_sequence *sequences;          /* list of all, quarantined ones included */
     uint32_t live;                       /* of them, not given up */
     uint64_t dead_senders[DEAD_SENDERS]; /* the latest; nothing is leased for them */
+    bool ended_senders[DEAD_SENDERS];    /* of these, no process any more; else only given up */
     uint32_t dead_senders_next;
     pd_token_batch tokens;
     pd_step step;
@@ -385,8 +386,12 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
         core->counters.refused++;
         if (reply->status == PD_E_OVERLOAD)
             reply->retry_after_ms = retry_after_ms(core);
-        pd_log_req_debug(asked->id, "msg=\"lease refused: %s\" status=%s", reason,
-                         pd_status_name(reply->status));
+        if (reply->status == PD_E_PEER) /* the router believes in a peer that is gone */
+            pd_log_req_warn(asked->id, "msg=\"lease refused: %s\" prefill=%s", reason,
+                            asked->prefill);
+        else
+            pd_log_req_debug(asked->id, "msg=\"lease refused: %s\" status=%s", reason,
+                             pd_status_name(reply->status));
     }
     snprintf(reply->reason, sizeof reply->reason, "%s", reason);
     core->sink.send(core->sink.ctx, asked->key.router, &message);
@@ -486,6 +491,7 @@ static void refuse_sender(pd_role_core *core, uint64_t incarnation)
     if (sender_is_dead(core, incarnation))
         return;
     core->dead_senders[core->dead_senders_next] = incarnation;
+    core->ended_senders[core->dead_senders_next] = false;
     core->dead_senders_next = (core->dead_senders_next + 1) % DEAD_SENDERS;
 }
 
@@ -503,6 +509,30 @@ static void decode_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t 
     }
     uint32_t left = pd_lease_sender_dead(core->leases, incarnation);
     pd_assert(left == 0);
+}
+
+/* Its process has ended: no router can bring it back. */
+static void decode_peer_ended(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
+{
+    decode_peer_dead(core, incarnation, now_ns);
+    for (uint32_t i = 0; i < DEAD_SENDERS; i++)
+        core->ended_senders[i] |= incarnation != 0 && core->dead_senders[i] == incarnation;
+}
+
+/* A router gave it up and another one, or the same anew, counts on it: it may write again. What is
+ * quarantined stays so until its last word. */
+static void on_peer_up(pd_role_core *core, const pd_msg_peer_up *peer)
+{
+    for (uint32_t i = 0; i < DEAD_SENDERS; i++) {
+        if (peer->incarnation == 0 || core->dead_senders[i] != peer->incarnation)
+            continue;
+        if (core->ended_senders[i]) {
+            pd_log_warn("msg=\"a peer is announced whose process has ended\" peer=%s", peer->name);
+            continue;
+        }
+        core->dead_senders[i] = 0;
+        pd_log_info("msg=\"a peer that was given up is back\" peer=%s", peer->name);
+    }
 }
 
 static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
@@ -558,6 +588,7 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     case PD_MSG_LEASE_REQUEST: on_lease_request(core, &message->lease_request, now_ns); break;
     case PD_MSG_DECODE_START: on_decode_start(core, &message->decode_start, now_ns); break;
     case PD_MSG_CANCEL: on_cancel(core, &message->cancel); break;
+    case PD_MSG_PEER_UP: on_peer_up(core, &message->peer_up); break;
     case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:
     case PD_MSG_ROUTER_HEARTBEAT: on_heartbeat(core, router, now_ns); break;
@@ -742,7 +773,7 @@ const pd_role_ops decode_role = {
     .on_step_done = decode_on_step_done,
     .on_transfer = decode_on_transfer,
     .on_tick = decode_on_tick,
-    .peer_dead = decode_peer_dead,
+    .peer_dead = decode_peer_ended,
     .drain = decode_drain,
     .cancel_all = decode_cancel_all,
     .idle = decode_idle,

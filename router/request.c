@@ -372,6 +372,13 @@ static void lease_refused(router_requests *t, router_request *r, uint32_t slot,
     } else if (reply->status == PD_E_PEER) {
         /* It knows of the prefill worker's death, and we do not yet. */
         uint32_t prefill = r->prefill;
+        pd_log_req_warn(r->id, "msg=\"decode worker %s refused a lease for prefill worker %s: %s\"",
+                        router_request_worker(t, slot)->hello.name,
+                        router_request_worker(t, prefill)->hello.name, reply->reason);
+        t->o.counters->retried++;
+        r->peer_refusals++;
+        if (another_ready(t, PD_ROLE_PREFILL, prefill))
+            r->avoid_prefill = prefill;
         requeue(t, r, now_ns);
         router_request_block_worker(t, prefill, ROUTER_BLOCKED_MS_MAX, now_ns);
     } else {
@@ -676,6 +683,10 @@ static void queue_expired(router_requests *t, router_request *r)
     if (ready[0] == 0 || (ready[1] == 0 && r->max_tokens > 1))
         fail(t, r, 503, "no_worker", 5, "no %s worker became ready within %.1f s",
              ready[0] == 0 ? "prefill" : "decode", waited_s);
+    else if (r->peer_refusals > 0)
+        fail(t, r, 503, "worker_unavailable", 2,
+             "the decode workers refused the prefill worker %u times within %.1f s",
+             r->peer_refusals, waited_s);
     else
         fail(t, r, 503, "overloaded", 2, "no worker had room within %.1f s", waited_s);
 }

@@ -55,6 +55,7 @@ typedef struct router_request {
     uint32_t cached_tokens;
 
     uint32_t retries;
+    uint32_t peer_refusals; /* leases refused because the prefill worker is gone */
     uint32_t avoid_prefill, avoid_decode;
     uint64_t too_small[ROUTER_WORKERS_MAX / 64];
 

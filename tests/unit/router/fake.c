@@ -72,10 +72,18 @@ static void carry(fake *f, int kind, uint32_t worker, uint64_t *channel_ns,
     pd_buf_fini(&buf);
 }
 
+static bool lost(fake *f, const pd_message *message)
+{
+    if (f->lose[message->kind] == 0)
+        return false;
+    f->lose[message->kind]--;
+    return true;
+}
+
 static void say(fake *f, uint32_t worker, const pd_message *message)
 {
     fake_worker *w = &f->workers[worker];
-    if (!w->alive || w->mute)
+    if (!w->alive || w->mute || lost(f, message))
         return;
     bool bare = message->kind == PD_MSG_STEP_TOKENS || message->kind == PD_MSG_KV_EVENTS;
     carry(f, bare ? TO_ROUTER_BARE : TO_ROUTER, worker, &w->last_ns[bare], message);
@@ -85,6 +93,8 @@ static bool sink_send(void *ctx, const char *to, const pd_message *message)
 {
     fake *f = ctx;
     f->sent[message->kind]++;
+    if (lost(f, message))
+        return true;
     for (uint32_t i = 0; i < f->workers_count; i++) {
         fake_worker *w = &f->workers[i];
         if (strcmp(w->identity, to) != 0)
@@ -250,7 +260,9 @@ static void on_lease(fake *f, uint32_t i, const pd_msg_lease_request *request)
     fake_lease *room = NULL;
     for (uint32_t n = 0; n < FAKE_LEASES_MAX && room == NULL; n++)
         room = w->leases[n].blocks == 0 ? &w->leases[n] : NULL;
-    if (total > w->blocks) {
+    if (w->refuses == request->prefill_incarnation && w->refuses != 0) {
+        message.lease_reply.status = PD_E_PEER;
+    } else if (total > w->blocks) {
         message.lease_reply.status = PD_E_TOO_LARGE;
     } else if (total > w->free || room == NULL) {
         message.lease_reply.status = PD_E_OVERLOAD;

@@ -37,6 +37,7 @@ typedef struct fake_worker {
     char name[PD_NAME_BYTES], identity[96];
     pd_role role;
     uint64_t incarnation;
+    uint64_t refuses; /* decode: takes that prefill incarnation for dead; 0: none */
     uint32_t blocks, free;
     uint64_t last_ns[2]; /* per channel: when its newest message arrives */
     uint64_t inbox_ns;
@@ -71,6 +72,7 @@ typedef struct fake {
     /* how things go wrong, of 1000 */
     uint32_t duplicate_tokens, overload_prefill, end_first, seal_failures;
     uint32_t delay_max_us;
+    uint32_t lose[PD_MESSAGE_KINDS]; /* how many of the next ones never arrive */
     uint32_t sent[PD_MESSAGE_KINDS];
 } fake;
 

@@ -386,6 +386,33 @@ static void a_lost_decode_worker_in_the_middle_is_a_clear_503(void **state)
     world_free(w);
 }
 
+static void a_prefill_worker_that_decode_takes_for_dead_is_avoided(void **state)
+{
+    (void)state;
+    world *w = world_new(21);
+    uint32_t prefill = fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    uint32_t decode = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    w->fake.workers[decode].refuses = w->fake.workers[prefill].incarnation;
+    answer *alone = ask(w, 40, 20);
+    wait_ms(w, 2500);
+    assert_int_equal(alone->status, 503); /* and says why */
+    assert_non_null(strstr(alone->message, "refused"));
+    assert_true(router_core_counters_of(w->fake.core).retried > 0);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    wait_ms(w, 1000);
+    for (int i = 0; i < 8; i++) {
+        uint32_t asked = w->fake.sent[PD_MSG_LEASE_REQUEST];
+        const answer *a = ask(w, 40, 20);
+        wait_ms(w, 700);
+        assert_int_equal(a->ends, 1);
+        assert_int_equal(a->status, 0);
+        assert_true(w->fake.sent[PD_MSG_LEASE_REQUEST] - asked <= 2);
+    }
+    assert_nothing_left(w);
+    world_free(w);
+}
+
 static void cancel_in_every_state_frees_everything(void **state)
 {
     (void)state;
@@ -665,6 +692,7 @@ int main(void)
         cmocka_unit_test(a_cut_writers_last_word_frees_nothing),
         cmocka_unit_test(a_stop_ends_what_waits_for_workers_that_leave),
         cmocka_unit_test(a_lost_decode_worker_in_the_middle_is_a_clear_503),
+        cmocka_unit_test(a_prefill_worker_that_decode_takes_for_dead_is_avoided),
         cmocka_unit_test(cancel_in_every_state_frees_everything),
         cmocka_unit_test(a_worker_that_does_not_answer_is_a_deadline_and_a_second_try),
         cmocka_unit_test(an_answer_that_stalls_is_ended),

@@ -251,6 +251,45 @@ static void what_a_stopped_sender_may_write_into_stays_taken_until_it_is_dead(vo
     }
 }
 
+static pd_status lease_status(world *w)
+{
+    uint32_t prompt[20] = {1};
+    const world_request *r = world_ask(w, prompt, 20, 10);
+
+    world_lease_next(w);
+    world_read_letter(w);
+    return r->status;
+}
+
+/* A router gave it up and died; to the next one it is well. What it was writing stays taken. */
+static void a_sender_that_is_announced_again_gets_leases_unless_its_process_has_ended(void **state)
+{
+    (void)state;
+    for (int may_write = 0; may_write < 2; may_write++) {
+        world *w = leased();
+        uint64_t sender = w->prefill.options.incarnation;
+        pd_message gone = {.kind = PD_MSG_PEER_GONE}, up = {.kind = PD_MSG_PEER_UP};
+
+        gone.peer_gone.incarnation = sender;
+        gone.peer_gone.may_write = may_write;
+        up.peer_up.role = PD_ROLE_PREFILL;
+        world_to(w, &w->decode, &gone);
+        assert_int_equal(lease_status(w), PD_E_PEER);
+        up.peer_up.incarnation = sender + 100;
+        world_to(w, &w->decode, &up);
+        assert_int_equal(lease_status(w), PD_E_PEER);
+        up.peer_up.incarnation = sender;
+        world_to(w, &w->decode, &up);
+        assert_int_equal(ledger(w).quarantined, may_write ? 4 : 0);
+        assert_int_equal(lease_status(w), PD_OK);
+        w->decode.ops->peer_dead(w->decode.core, sender, w->now_ns);
+        world_to(w, &w->decode, &up);
+        assert_int_equal(lease_status(w), PD_E_PEER);
+        w->letters_count = 0;
+        done(w);
+    }
+}
+
 static void a_lease_that_is_not_renewed_runs_out(void **state)
 {
     (void)state;
@@ -383,6 +422,7 @@ int main(void)
         cmocka_unit_test(an_abort_of_everything_of_a_router_ends_its_landings),
         cmocka_unit_test(a_dead_sender_ends_a_quarantine_and_gets_no_lease),
         cmocka_unit_test(what_a_stopped_sender_may_write_into_stays_taken_until_it_is_dead),
+        cmocka_unit_test(a_sender_that_is_announced_again_gets_leases_unless_its_process_has_ended),
         cmocka_unit_test(a_lease_that_is_not_renewed_runs_out),
         cmocka_unit_test(a_cancel_of_what_never_came_frees_what_was_leased_for_it),
         cmocka_unit_test(what_nobody_was_asked_to_write_is_free_at_once),
