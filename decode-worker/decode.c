@@ -684,6 +684,11 @@ static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
 {
     uint64_t router;
 
+    uint64_t pause_ns = pd_routers_take_time(&core->routers, now_ns);
+    for (decode_sequence *s = core->sequences; pause_ns > 0 && s != NULL; s = s->next) {
+        if (alive(s)) /* what renews it waits to be read */
+            pd_lease_renew(s->lease, s->lease->expiry_ns + pause_ns);
+    }
     while ((router = pd_routers_next_lost(&core->routers, now_ns)) != 0) {
         pd_log_warn("msg=\"a router is lost; its sequences are dropped\" router=%016llx",
                     (unsigned long long)router);

@@ -885,6 +885,7 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
 {
     uint64_t router;
 
+    pd_routers_take_time(&core->routers, now_ns);
     while ((router = pd_routers_next_lost(&core->routers, now_ns)) != 0)
         lose_router(core, router, now_ns);
     for (request *r = core->requests, *next; r != NULL; r = next) {

@@ -124,7 +124,7 @@ static uint32_t free_slot(router_cluster *cluster)
 
 /* Tells `to` of `peer`: prefill workers get addresses of decode workers to connect to, decode
  * workers the names of those who may write. */
-static void tell_peer(router_cluster *cluster, const router_worker *to, const router_worker *peer)
+static void tell_peer(router_cluster *cluster, const router_worker *to, router_worker *peer)
 {
     if (to->hello.role == peer->hello.role)
         return;
@@ -139,7 +139,10 @@ static void tell_peer(router_cluster *cluster, const router_worker *to, const ro
         up->transfer_address = peer->address;
         up->transfer_address_len = peer->hello.transfer_address_len;
     }
-    if (!send(cluster, to->identity, &message))
+    bool sent = send(cluster, to->identity, &message);
+    if (to->hello.role == PD_ROLE_DECODE)
+        peer->links[to - cluster->workers].told = sent;
+    if (!sent)
         pd_log_warn("msg=\"a peer could not be announced\" worker=%s peer=%s", to->hello.name,
                     peer->hello.name);
 }
@@ -339,7 +342,7 @@ void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg
         return; /* an old one's */
     router_link *entry = &worker->links[peer];
     *entry = (router_link){.up = link->up,
-                           .failed = !link->up,
+                           .told = entry->told,
                            .peer_incarnation = link->peer_incarnation,
                            .offer_ns = now_ns + OFFER_AGAIN_MS * PD_NS_PER_MS};
     memcpy(entry->lane, link->lane, sizeof entry->lane);
@@ -388,14 +391,21 @@ void router_cluster_cancel(router_cluster *cluster, uint32_t slot, const pd_msg_
     worker->owed[worker->owed_count++] = *cancel;
 }
 
+/* A link that failed, or that is not heard of: a message that told of it may be lost. */
 static void offer_links(router_cluster *cluster, router_worker *worker, uint64_t now_ns)
 {
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         router_link *link = &worker->links[i];
-        if (!link->failed || now_ns < link->offer_ns || !cluster->workers[i].used)
+        router_worker *peer = &cluster->workers[i];
+        if (!peer->used || peer->hello.role != PD_ROLE_DECODE || now_ns < link->offer_ns ||
+            (link->up && link->told))
             continue;
+        bool first = link->offer_ns == 0; /* they have just heard of each other */
         link->offer_ns = now_ns + OFFER_AGAIN_MS * PD_NS_PER_MS;
-        tell_peer(cluster, worker, &cluster->workers[i]);
+        if (first)
+            continue;
+        tell_peer(cluster, peer, worker);
+        tell_peer(cluster, worker, peer);
     }
 }
 
@@ -416,6 +426,21 @@ void router_cluster_on_tick(router_cluster *cluster, uint64_t now_ns)
         if (worker->links != NULL)
             offer_links(cluster, worker, now_ns);
     }
+}
+
+void router_cluster_take_time(router_cluster *cluster, uint64_t now_ns)
+{
+    uint64_t due_ns = router_cluster_next_due(cluster);
+    if (now_ns <= due_ns + cluster->config->heartbeat_ns)
+        return;
+    uint64_t late_ns = now_ns - due_ns;
+    for (uint32_t i = 0; i < cluster->slots_used; i++) {
+        router_worker *worker = &cluster->workers[i];
+        worker->heard_ns =
+            worker->heard_ns + late_ns < now_ns ? worker->heard_ns + late_ns : now_ns;
+    }
+    pd_log_warn("msg=\"this router stood still\" late_ms=%" PRIu64,
+                (uint64_t)(late_ns / PD_NS_PER_MS));
 }
 
 uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns)

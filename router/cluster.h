@@ -14,9 +14,10 @@
 #define ROUTER_DEAD_MAX 1024
 
 typedef struct router_link {
-    bool up, failed;
+    bool up;
+    bool told; /* the decode worker was sent word of the prefill worker */
     uint64_t peer_incarnation;
-    uint64_t offer_ns; /* failed: when the peer is offered again */
+    uint64_t offer_ns; /* when both hear of each other again, unless up and told; 0: not set yet */
     char lane[64];
 } router_link;
 
@@ -83,6 +84,10 @@ void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg
                             uint64_t now_ns);
 /* Heartbeats out, owed cancels, links offered again. */
 void router_cluster_on_tick(router_cluster *cluster, uint64_t now_ns);
+/* Before anybody is judged by what was heard: a tick that comes later than it was due by more than
+ * a heartbeat finds messages that wait, not workers that are silent. What is unheard of since then
+ * is this router's own absence, and does not count. */
+void router_cluster_take_time(router_cluster *cluster, uint64_t now_ns);
 /* A slot silent for longer than lost_after, or ROUTER_NO_WORKER. */
 uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns);
 uint64_t router_cluster_next_due(const router_cluster *cluster);

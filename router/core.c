@@ -265,6 +265,7 @@ void router_core_on_message(router_core *core, const char *from, const pd_messag
 
 void router_core_on_tick(router_core *core, uint64_t now_ns)
 {
+    router_cluster_take_time(core->cluster, now_ns);
     for (uint32_t slot; (slot = router_cluster_lost(core->cluster, now_ns)) != ROUTER_NO_WORKER;) {
         const router_worker *worker = &core->cluster->workers[slot];
         char why[96];

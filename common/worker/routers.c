@@ -4,6 +4,9 @@
 
 #include <stddef.h>
 
+/* Ticks come every 100 ms at least. */
+#define OWN_PAUSE_NS (500 * PD_NS_PER_MS)
+
 void pd_routers_init(pd_routers *routers, uint64_t lost_after_ns)
 {
     *routers = (pd_routers){.lost_after_ns = lost_after_ns};
@@ -56,6 +59,26 @@ bool pd_routers_on_message(pd_routers *routers, uint64_t router, const pd_messag
     if (welcome && message->welcome.lost_after_ms > 0)
         entry->lost_after_ns = message->welcome.lost_after_ms * PD_NS_PER_MS;
     return true;
+}
+
+uint64_t pd_own_pause_ns(uint64_t *ticked_ns, uint64_t now_ns)
+{
+    uint64_t gap_ns = *ticked_ns == 0 || now_ns < *ticked_ns ? 0 : now_ns - *ticked_ns;
+
+    *ticked_ns = now_ns;
+    return gap_ns > OWN_PAUSE_NS ? gap_ns : 0;
+}
+
+uint64_t pd_routers_take_time(pd_routers *routers, uint64_t now_ns)
+{
+    uint64_t pause_ns = pd_own_pause_ns(&routers->ticked_ns, now_ns);
+
+    for (uint32_t i = 0; pause_ns > 0 && i < PD_ROUTERS_MAX; i++) {
+        pd_router_seen *entry = &routers->entries[i];
+        uint64_t seen_ns = entry->seen_ns + pause_ns;
+        entry->seen_ns = seen_ns < now_ns ? seen_ns : now_ns;
+    }
+    return pause_ns;
 }
 
 uint64_t pd_routers_next_lost(pd_routers *routers, uint64_t now_ns)

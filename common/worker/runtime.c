@@ -8,6 +8,7 @@
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
 #include "common/worker/peer_watch.h"
+#include "common/worker/routers.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -46,6 +47,7 @@ typedef struct worker {
     pd_step_slice warm_slice;
     pd_step warm_step;
     bool warm;
+    uint64_t ticked_ns;
     /* the end */
     uint64_t drain_until_ns; /* 0: not draining */
     bool cancelled;
@@ -361,6 +363,7 @@ static void on_tick(void *ctx)
 
     fence_again(w);
     w->ops->on_tick(w->core, now_ns);
+    w->router_heard_ns += pd_own_pause_ns(&w->ticked_ns, now_ns);
     if (w->router != 0 && now_ns > w->router_heard_ns + w->lost_after_ns) {
         pd_log_warn("msg=\"the router is silent\" router=%016llx", (unsigned long long)w->router);
         w->router = 0;

@@ -82,6 +82,37 @@ def test_a_worker_that_stood_still_for_too_long_is_started_anew(impatient, rng, 
             assert answer.token_ids == impatient.complete(prompt, 40, ignore_eos=True).token_ids
 
 
+def test_a_router_that_stood_still_keeps_its_workers(impatient):
+    """Their heartbeats wait in its sockets: its own absence says nothing about them."""
+    before = {w["name"]: w["incarnation"] for w in impatient.workers()}
+    pid = pid_of(impatient, "router")
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(1.5)  # who is given up is so by now
+    wait_all_ready(impatient, 3)
+    assert {w["name"]: w["incarnation"] for w in impatient.workers()} == before
+    assert impatient.complete("The sea", 12, ignore_eos=True).token_ids
+    impatient.assert_clean()
+
+
+def test_a_prefill_worker_given_up_by_a_router_that_died_serves_the_next_one():
+    with cl.Cluster(heartbeat={"lost_after": "1s"}) as one:
+        wait_all_ready(one, 2)
+        before = one.worker("prefill-0")["incarnation"]
+        pid = pid_of(one, "prefill-0")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            cl.wait_until(lambda: one.worker("prefill-0") is None, 10, "a silent worker is kept")
+            time.sleep(0.3)  # the decode worker has heard of it too
+            os.kill(pid_of(one, "router"), signal.SIGKILL)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_all_ready(one, 2)
+        assert one.worker("prefill-0")["incarnation"] == before
+        assert one.complete("The sea", 12, ignore_eos=True).token_ids
+
+
 @pytest.mark.parametrize("round_number", range(6 if FULL else 2))
 def test_a_router_and_a_prefill_worker_killed_together_leave_no_block_behind(impatient, rng, round_number):
     """The new router has never heard of the old writer, so that no message tells of its death."""

@@ -440,6 +440,7 @@ static void on_cancel(fake *f, uint32_t i, const pd_request_key *key)
 static void on_peer_up(fake *f, uint32_t i, const pd_msg_peer_up *peer)
 {
     fake_worker *w = &f->workers[i];
+    w->peers_up++;
     if (w->role != PD_ROLE_PREFILL)
         return;
     assert_int_equal(peer->transfer_address_len, 8);
@@ -548,6 +549,13 @@ static void handle(fake *f, fake_event *e)
 {
     const fake_worker *w = &f->workers[e->worker];
     bool to_router = e->kind == TO_ROUTER || e->kind == TO_ROUTER_BARE;
+    if (to_router && f->now_ns < f->asleep_until_ns) {
+        fake_event *later = push(f, f->asleep_until_ns, e->kind, e->worker);
+        later->incarnation = e->incarnation;
+        later->bytes = e->bytes;
+        later->len = e->len;
+        return;
+    }
     /* What was sent before a death still arrives; nothing else happens at a dead worker. */
     if (to_router || (w->alive && w->incarnation == e->incarnation)) {
         switch (e->kind) {
@@ -565,6 +573,8 @@ void fake_run(fake *f, uint64_t until_ns)
 {
     for (;;) {
         uint64_t due_ns = router_core_next_due(f->core);
+        if (due_ns < f->asleep_until_ns)
+            due_ns = f->asleep_until_ns;
         if (due_ns < f->now_ns)
             due_ns = f->now_ns;
         for (uint32_t i = 0; i < f->count; i++)
@@ -579,7 +589,7 @@ void fake_run(fake *f, uint64_t until_ns)
             fake_event e = pop(f);
             handle(f, &e);
         }
-        if (router_core_next_due(f->core) <= f->now_ns) {
+        if (f->now_ns >= f->asleep_until_ns && router_core_next_due(f->core) <= f->now_ns) {
             router_core_on_tick(f->core, f->now_ns);
             assert_true(router_core_next_due(f->core) > f->now_ns); /* no spinning */
         }

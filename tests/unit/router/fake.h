@@ -45,7 +45,7 @@ typedef struct fake_worker {
     uint32_t prefills; /* requests here */
     pd_request_key prefilling[FAKE_LEASES_MAX];
     fake_lease leases[FAKE_LEASES_MAX];
-    uint32_t snapshots, peers_gone, welcomed, refused, cancels, unwritten;
+    uint32_t snapshots, peers_up, peers_gone, welcomed, refused, cancels, unwritten;
     char refusal[PD_REASON_BYTES];
 } fake_worker;
 
@@ -64,6 +64,7 @@ typedef struct fake {
     router_core_config config;
     router_sink sink; /* of the test; send is the fake's */
     uint64_t now_ns, random, order;
+    uint64_t asleep_until_ns; /* the router stands still; what is sent to it waits */
     fake_event *events;
     uint32_t count, size;
     fake_worker workers[FAKE_WORKERS_MAX];

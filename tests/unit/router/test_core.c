@@ -575,6 +575,52 @@ static void a_dead_incarnation_is_never_believed_again(void **state)
     world_free(w);
 }
 
+static void nobody_is_judged_by_the_routers_own_absence(void **state)
+{
+    (void)state;
+    world *w = world_new(22);
+    for (int i = 0; i < 4; i++)
+        fake_add(&w->fake, i % 2 == 0 ? PD_ROLE_PREFILL : PD_ROLE_DECODE, 512);
+    wait_ms(w, 270);
+    w->fake.asleep_until_ns = w->fake.now_ns + 3 * PD_NS_PER_S;
+    wait_ms(w, 2000);
+    fake_kill(&w->fake, 0);
+    wait_ms(w, 1200);
+    assert_int_equal(router_core_counters_of(w->fake.core).workers_lost, 0);
+    answer *a = ask(w, 40, 1);
+    wait_ms(w, 2000);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(router_core_counters_of(w->fake.core).workers_lost, 1); /* who really died */
+    assert_int_equal(router_core_ready(w->fake.core).links, 2);
+    a = ask(w, 40, 20);
+    wait_ms(w, 500);
+    assert_int_equal(a->status, 0);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void a_lost_word_about_a_link_is_made_good(void **state)
+{
+    (void)state;
+    const pd_message_kind kinds[] = {PD_MSG_PEER_UP, PD_MSG_LINK};
+    for (int i = 0; i < 2; i++) {
+        world *w = world_new(23);
+        w->fake.lose[kinds[i]] = kinds[i] == PD_MSG_PEER_UP ? 2 : 1;
+        fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+        uint32_t decode = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        wait_ms(w, 500);
+        assert_int_equal(router_core_ready(w->fake.core).links, 0);
+        wait_ms(w, 1500);
+        assert_int_equal(router_core_ready(w->fake.core).links, 1);
+        assert_true(w->fake.workers[decode].peers_up > 0);
+        uint32_t sent = w->fake.sent[PD_MSG_PEER_UP];
+        assert_int_equal(sent, 4);
+        wait_ms(w, 3000); /* and then there is no more to say */
+        assert_int_equal(w->fake.sent[PD_MSG_PEER_UP], sent);
+        world_free(w);
+    }
+}
+
 static void a_router_that_restarts_finds_its_workers(void **state)
 {
     (void)state;
@@ -698,6 +744,8 @@ int main(void)
         cmocka_unit_test(an_answer_that_stalls_is_ended),
         cmocka_unit_test(a_worker_that_differs_is_refused_and_both_values_are_named),
         cmocka_unit_test(a_dead_incarnation_is_never_believed_again),
+        cmocka_unit_test(nobody_is_judged_by_the_routers_own_absence),
+        cmocka_unit_test(a_lost_word_about_a_link_is_made_good),
         cmocka_unit_test(a_router_that_restarts_finds_its_workers),
         cmocka_unit_test(every_request_ends_once_and_nothing_stays_behind),
         cmocka_unit_test(the_same_seed_gives_the_same_run),

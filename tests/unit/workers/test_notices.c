@@ -300,7 +300,8 @@ static void a_lease_that_is_not_renewed_runs_out(void **state)
     assert_int_equal(ledger(w).leased, 4);
     w->router_silent = true;
     world_tick(w, 400);
-    world_tick(w, 800);
+    world_tick(w, 400);
+    world_tick(w, 400);
     assert_int_equal(ledger(w).leased, 0);
     /* the prefill worker has lost the router too, and says so */
     while (world_turn(w)) {

@@ -279,6 +279,26 @@ static void a_lost_router_is_not_believed_until_it_welcomes_again(void **state)
     world_destroy(w);
 }
 
+static void a_worker_that_stood_still_does_not_blame_its_router(void **state)
+{
+    (void)state;
+    for (uint32_t n = 0; n < 40; n++) {
+        world *w = world_create(&(world_setup){.seed = n});
+        world_tick(w, 100);
+        world_request *r = ask(w, 100, 20, 3);
+        for (uint32_t i = 0; i < n; i++)
+            world_turn(w);
+        w->router_silent = true; /* its heartbeats wait to be read */
+        world_tick(w, 3000);
+        w->router_silent = false;
+        world_tick(w, 20);
+        run_all(w);
+        assert_int_equal(r->phase, WORLD_FINISHED);
+        assert_int_equal(w->decode.ops->counters(w->decode.core).routers_lost, 0);
+        world_destroy(w);
+    }
+}
+
 static void prefill_may_die_at_any_moment(void **state)
 {
     (void)state;
@@ -457,6 +477,7 @@ int main(void)
         cmocka_unit_test(a_cancel_at_any_moment_leaves_nothing),
         cmocka_unit_test(the_router_may_die_at_any_moment),
         cmocka_unit_test(a_lost_router_is_not_believed_until_it_welcomes_again),
+        cmocka_unit_test(a_worker_that_stood_still_does_not_blame_its_router),
         cmocka_unit_test(prefill_may_die_at_any_moment),
         cmocka_unit_test(decode_may_restart_at_any_moment),
         cmocka_unit_test(a_wrong_seal_fails_its_request_only),
