@@ -129,9 +129,11 @@ static int run_down(const arguments *args)
     if (rc != 0)
         return rc;
     pd_status status = supervise_down(deployment.cluster, deployment.state_dir, &was_running);
-    if (status == PD_OK)
-        printf("cluster %s %s\n", deployment.cluster,
-               was_running ? "has ended" : "was not running");
+    if (status == PD_OK && was_running)
+        printf("cluster %s has ended\n", deployment.cluster);
+    else if (status == PD_OK)
+        printf("cluster %s was not running (state_dir %s)\n", deployment.cluster,
+               deployment.state_dir);
     pd_deployment_fini(&deployment);
     return status == PD_OK ? 0 : 1;
 }

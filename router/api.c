@@ -674,7 +674,7 @@ static pd_status read_max_tokens(const pd_json *root, api_request *request, api_
     int64_t old = 0, new = 0;
     bool has_old = false, has_new = false;
     pd_status status = read_integer(root, "max_tokens", 1, UINT32_MAX, &old, &has_old, error);
-    if (status == PD_OK && request->endpoint == API_CHAT)
+    if (status == PD_OK)
         status = read_integer(root, "max_completion_tokens", 1, UINT32_MAX, &new, &has_new, error);
     if (status != PD_OK)
         return status;

@@ -75,6 +75,9 @@ static bool fits(const router_cluster *cluster, const pd_msg_hello *hello, char 
                  "), the router %.24s (%016" PRIx64 "%016" PRIx64 ")",
                  hello->model, hello->model_fingerprint.hi, hello->model_fingerprint.lo,
                  config->model, config->model_fingerprint.hi, config->model_fingerprint.lo);
+    else if (strcmp(hello->model, config->model) != 0)
+        snprintf(reason, size, "model.name: the worker has '%.60s', the router '%.60s'",
+                 hello->model, config->model);
     else if (hello->block_tokens != config->block_tokens)
         snprintf(reason, size, "kv.block_tokens: the worker has %u, the router %u",
                  hello->block_tokens, config->block_tokens);

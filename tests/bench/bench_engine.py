@@ -75,9 +75,9 @@ def run_peer(context, program, model, threads, args):
 
 def run(context, args):
     model = pathlib.Path(args.model) if args.model else context.root / MODEL
+    ours = context.program("tests/bench/engine_bench")
     if not model.exists():
         sys.exit(f"tests/bench/run engine: no model at {model}")
-    ours = context.program("tests/bench/engine_bench")
     peer = None if args.no_peer else args.peer or build_peer(context)
     cores = len(os.sched_getaffinity(0))
     for threads in args.threads or sorted({1, cores}):

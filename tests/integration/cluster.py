@@ -242,6 +242,10 @@ class Cluster(Folder):
                 lines.append(f"{worker['name']}: {ledger}")
             if worker["running"] or worker["waiting"]:
                 lines.append(f"{worker['name']}: running {worker['running']} waiting {worker['waiting']}")
+        for name in ("kvferry_requests_active", "kvferry_requests_queued"):
+            value = self.metric(name)
+            if value != 0:
+                lines.append(f"router: {name} is {value}")
         return "; ".join(lines)
 
     def assert_clean(self, timeout_s=10):

@@ -152,7 +152,7 @@ class Command(unittest.TestCase):
         self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, "cluster t has ended\n"))
         self.assertFalse(any(alive(s["pid"]) for s in status["services"]))
         self.assertFalse(os.path.exists(os.path.join(self.state, "state.json")))
-        self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, "cluster t was not running\n"))
+        self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, f"cluster t was not running (state_dir {self.state})\n"))
         self.assertEqual(self.run_kvferry("status", "-f", self.file)[0], 1)
 
     def test_up_fails_with_the_services_own_error(self):
@@ -234,7 +234,7 @@ class Command(unittest.TestCase):
                 json.dump({"version": 1, "cluster": "t", "file": "x", "listen": "127.0.0.1:1", "ready": True,
                            "supervisor": process, "services": [dict(process, name="router", role="router",
                                                                     phase="running")]}, f)
-            self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, "cluster t was not running\n"))
+            self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, f"cluster t was not running (state_dir {self.state})\n"))
             self.assertIsNone(stranger.poll())
         finally:
             stranger.kill()

@@ -153,6 +153,7 @@ static void what_would_change_the_answer_is_refused_by_name(void **state)
     };
     for (size_t i = 0; i < sizeof REFUSED / sizeof REFUSED[0]; i++)
         names(API_CHAT, REFUSED[i][0], 400, REFUSED[i][1]);
+    names(API_COMPLETIONS, "\"max_completion_tokens\":0", 400, "max_completion_tokens");
     names(API_COMPLETIONS, "\"echo\":true", 400, "echo");
     names(API_COMPLETIONS, "\"suffix\":\"x\"", 400, "suffix");
     names(API_COMPLETIONS, "\"best_of\":3", 400, "best_of");

@@ -524,6 +524,11 @@ static void other_model(pd_msg_hello *hello)
     hello->model_fingerprint.lo = 0xabcd;
 }
 
+static void other_name(pd_msg_hello *hello)
+{
+    strcpy(hello->model, "another");
+}
+
 static void other_layout(pd_msg_hello *hello)
 {
     hello->layout_fingerprint = 6;
@@ -545,6 +550,7 @@ static void a_worker_that_differs_is_refused_and_both_values_are_named(void **st
     (void)state;
     refuse(other_version, "7", "router 1");
     refuse(other_model, "000000000000abcd", "0000000000000001");
+    refuse(other_name, "'another'", "'fake'");
     refuse(other_layout, "f16 other", "f16 fake");
     refuse(other_blocks, "32", "16");
     refuse(smaller_context, "512", "4096");

@@ -109,6 +109,7 @@ static void hello(stage *s, const char *name, pd_role role, uint64_t incarnation
                           .hello = {.wire_version = PD_WIRE_VERSION,
                                     .role = role,
                                     .incarnation = incarnation,
+                                    .model = "M",
                                     .model_fingerprint = {1, 2},
                                     .layout_fingerprint = 3,
                                     .block_tokens = 16,
