@@ -9,7 +9,8 @@
  * sender killed while it writes notices without pause once left a receiver (1 run in about 15)
  * without any further notice, from new senders too; the cause is suspected to be an entry that was
  * taken and never filled. Deadlines of the requests concerned still hold; the receiver has to be
- * restarted. */
+ * restarted. Over tcp, UCX 1.13 aborts a receiver whose peer dies while the answer to its
+ * connecting is still owed (ucp_request.c, "unexpected error"); the supervisor starts it anew. */
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
