@@ -44,7 +44,7 @@ def impatient():
     chunks, so that shipping takes a while."""
     with cl.Cluster(workers=3, ratio="2:1", model={"context": 2048}, heartbeat={"lost_after": "1s"}, kv={"memory": "96MiB"},
                     prefill={"threads": 1, "chunk_tokens": 64}) as one:
-        wait_all_ready(one, 3)  # up returns when two of them are
+        wait_all_ready(one, 3)  # up waits for them too, but not for ever
         yield one
 
 
