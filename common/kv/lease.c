@@ -21,13 +21,6 @@ struct pd_lease_table {
     pd_block *blocks;  /* [leases_max][blocks_max] */
 };
 
-const char *pd_lease_state_name(pd_lease_state state)
-{
-    static const char *const names[] = {"granted", "landing", "landed", "running", "quarantined"};
-    pd_assert((unsigned)state < sizeof names / sizeof *names);
-    return names[state];
-}
-
 pd_status pd_lease_table_create(pd_prefix_cache *cache, uint32_t leases_max, uint32_t blocks_max,
                                 pd_lease_table **table_out)
 {

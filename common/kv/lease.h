@@ -25,7 +25,6 @@ typedef enum pd_lease_state {
     PD_LEASE_RUNNING,
     PD_LEASE_QUARANTINED,
 } pd_lease_state;
-const char *pd_lease_state_name(pd_lease_state state);
 
 /* Read only for users; valid until the lease ends. */
 typedef struct pd_lease {

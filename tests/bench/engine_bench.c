@@ -88,6 +88,15 @@ static double median(double *values, uint32_t count)
     return values[count / 2];
 }
 
+/* A plain decimal number; 0, which no argument may be, when it is none. */
+static uint32_t number(const char *text)
+{
+    char *end;
+    unsigned long value = strtoul(text, &end, 10);
+    return *text >= '0' && *text <= '9' && *end == '\0' && value <= UINT32_MAX ? (uint32_t)value
+                                                                               : 0;
+}
+
 static pd_status open_all(bench *b, char **argv)
 {
     pd_status status = pd_model_file_open(argv[1], &b->file);
@@ -96,7 +105,7 @@ static pd_status open_all(bench *b, char **argv)
     uint32_t longest = b->prefill > b->decode ? b->prefill : b->decode;
     b->blocks_each = (longest + 15) / 16;
     kern_options options = {.device = argv[2],
-                            .threads = (uint32_t)atoi(argv[3]),
+                            .threads = number(argv[3]),
                             .context_max = longest,
                             .rows_max = longest,
                             .logits_rows_max = b->batch};
@@ -124,7 +133,7 @@ static pd_status open_all(bench *b, char **argv)
 
 int main(int argc, char **argv)
 {
-    bench b = {.batch = argc > 7 ? (uint32_t)atoi(argv[7]) : 1};
+    bench b = {.batch = argc > 7 ? number(argv[7]) : 1};
     double prefill[REPEATS_MAX], decode[REPEATS_MAX];
 
     pd_log_init("engine_bench", PD_LOG_WARN);
@@ -133,12 +142,12 @@ int main(int argc, char **argv)
                 "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]\n");
         return 2;
     }
-    b.prefill = (uint32_t)atoi(argv[4]);
-    b.decode = (uint32_t)atoi(argv[5]);
-    uint32_t repeats = (uint32_t)atoi(argv[6]);
-    if (b.prefill == 0 || b.decode == 0 || repeats == 0 || repeats > REPEATS_MAX || b.batch == 0 ||
-        b.batch > BATCH_MAX) {
-        fprintf(stderr, "engine_bench: lengths, repeats (1 to %d) and batch (1 to %d)\n",
+    b.prefill = number(argv[4]);
+    b.decode = number(argv[5]);
+    uint32_t repeats = number(argv[6]);
+    if (number(argv[3]) == 0 || b.prefill == 0 || b.decode == 0 || repeats == 0 ||
+        repeats > REPEATS_MAX || b.batch == 0 || b.batch > BATCH_MAX) {
+        fprintf(stderr, "engine_bench: threads, lengths, repeats (1 to %d) and batch (1 to %d)\n",
                 REPEATS_MAX, BATCH_MAX);
         return 2;
     }

@@ -295,7 +295,8 @@ int main(int argc, char **argv)
 {
     pd_log_init("transfer_bench", PD_LOG_WARN);
     if (argc == 4)
-        return receiver_main(argv[1], atoi(argv[2]), atoi(argv[3]));
+        return receiver_main(argv[1], (int)strtol(argv[2], NULL, 10),
+                             (int)strtol(argv[3], NULL, 10)); /* from our own execl */
     read_machine();
     double copy_gbs = memcpy_gbs();
     run_transport("shm", "memcpy of the same blocks", copy_gbs);
