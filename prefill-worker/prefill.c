@@ -5,9 +5,9 @@
 #include "common/base/mem.h"
 #include "common/worker/blocks.h"
 #include "common/worker/key_table.h"
+#include "common/worker/links.h"
 #include "common/worker/prefill_queue.h"
 #include "common/worker/token_batch.h"
-#include "prefill-worker/links.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -62,7 +62,7 @@ struct pd_role_core {
     pd_role_sink sink;
     pd_blocks blocks;
     pd_routers routers;
-    prefill_links links;
+    pd_links links;
     pd_cost cost;
     pd_prefill_queue queue;
     pd_key_table *by_key;    /* requests */
@@ -124,7 +124,7 @@ static pd_status prefill_create(const pd_role_options *options, const pd_role_si
     if (status == PD_OK)
         status = pd_blocks_init(&core->blocks, options->layout.blocks, options->prefix_cache);
     if (status == PD_OK)
-        status = prefill_links_init(&core->links, options->peers_max, &core->sink);
+        status = pd_links_init(&core->links, options->peers_max, &core->sink);
     if (status == PD_OK)
         status = pd_key_table_create(requests_max, &core->by_key);
     if (status == PD_OK)
@@ -157,7 +157,7 @@ static void prefill_destroy(pd_role_core *core)
     pd_token_batch_fini(&core->tokens);
     pd_key_table_destroy(core->by_key);
     pd_key_table_destroy(core->by_ticket);
-    prefill_links_fini(&core->links);
+    pd_links_fini(&core->links);
     pd_blocks_fini(&core->blocks);
     pd_free(core->slices);
     pd_free(core->picked);
@@ -171,7 +171,7 @@ static pd_request_key ticket_key(uint64_t ticket)
     return (pd_request_key){.number = ticket};
 }
 
-static void abort_at(pd_role_core *core, const prefill_link *link, const pd_request_key *key)
+static void abort_at(pd_role_core *core, const pd_link *link, const pd_request_key *key)
 {
     pd_notice notice = {
         .kind = PD_NOTICE_ABORT,
@@ -196,7 +196,7 @@ static void owe_abort(pd_role_core *core, uint64_t receiver, const pd_request_ke
     core->owed_next = (core->owed_next + 1) % OWED_MAX;
 }
 
-static void pay_aborts(pd_role_core *core, const prefill_link *link)
+static void pay_aborts(pd_role_core *core, const pd_link *link)
 {
     for (uint32_t i = 0; i < OWED_MAX; i++) {
         owed_abort *owed = &core->owed[i];
@@ -210,15 +210,15 @@ static void pay_aborts(pd_role_core *core, const prefill_link *link)
 static void abort_everywhere(pd_role_core *core, const pd_request_key *key)
 {
     for (uint32_t i = 0; i < core->links.count; i++) {
-        const prefill_link *link = &core->links.links[i];
-        if (link->state == PREFILL_LINK_UP)
+        const pd_link *link = &core->links.links[i];
+        if (link->state == PD_LINK_UP)
             abort_at(core, link, key);
-        else if (link->state == PREFILL_LINK_WAITING || link->state == PREFILL_LINK_CONNECTING)
+        else if (link->state == PD_LINK_WAITING || link->state == PD_LINK_CONNECTING)
             owe_abort(core, link->incarnation, key);
     }
 }
 
-static void say_link(pd_role_core *core, uint64_t router, const prefill_link *link, bool up,
+static void say_link(pd_role_core *core, uint64_t router, const pd_link *link, bool up,
                      const char *reason)
 {
     pd_message message = {.kind = PD_MSG_LINK};
@@ -231,8 +231,7 @@ static void say_link(pd_role_core *core, uint64_t router, const prefill_link *li
     core->sink.send(core->sink.ctx, router, &message);
 }
 
-static void say_link_to_all(pd_role_core *core, const prefill_link *link, bool up,
-                            const char *reason)
+static void say_link_to_all(pd_role_core *core, const pd_link *link, bool up, const char *reason)
 {
     for (uint32_t i = 0; i < PD_ROUTERS_MAX; i++) {
         const pd_router_seen *router = &core->routers.entries[i];
@@ -264,8 +263,8 @@ static void say_done(pd_role_core *core, const request *r)
     core->sink.send(core->sink.ctx, r->key.router, &message);
 }
 
-static void refuse(pd_role_core *core, const pd_msg_prefill_request *asked,
-                   const prefill_link *link, pd_status status, const char *reason)
+static void refuse(pd_role_core *core, const pd_msg_prefill_request *asked, const pd_link *link,
+                   pd_status status, const char *reason)
 {
     request r = {.key = asked->key, .status = status, .reason = reason};
 
@@ -287,14 +286,14 @@ static bool puts_outstanding(pd_role_core *core, const request *r)
      * that was reported as failed may still be written. */
     bool writing = r->sent < r->posted || (r->status == PD_E_PEER && r->posted > 0);
 
-    return writing && prefill_links_by_tag(&core->links, r->link_tag) != NULL;
+    return writing && pd_links_by_tag(&core->links, r->link_tag) != NULL;
 }
 
 static void finish(pd_role_core *core, request *r)
 {
-    prefill_link *link = prefill_links_by_tag(&core->links, r->link_tag);
+    pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
 
-    if (r->status != PD_OK && r->ship && link != NULL && link->state == PREFILL_LINK_UP) {
+    if (r->status != PD_OK && r->ship && link != NULL && link->state == PD_LINK_UP) {
         abort_at(core, link, &r->key);
     } else if (r->status != PD_OK && r->ship) {
         /* The last word goes by the next link. What was on its way by this one may land until then,
@@ -388,13 +387,13 @@ static uint32_t valid_tokens(const pd_role_core *core, const request *r, uint32_
 static void plan_ship(const pd_role_core *core, const request *r, uint32_t done_then,
                       pd_ship *ship_out)
 {
-    const prefill_link *link = prefill_links_by_tag((prefill_links *)&core->links, r->link_tag);
+    const pd_link *link = pd_links_by_tag((pd_links *)&core->links, r->link_tag);
     uint32_t block_tokens = core->options.layout.block_tokens;
     /* The partial block at the prompt's end leaves with the last chunk only. */
     uint32_t complete = done_then == r->item.tokens ? r->blocks_count : done_then / block_tokens;
 
     *ship_out = (pd_ship){0};
-    if (!r->ship || complete <= r->shipped || link == NULL || link->state != PREFILL_LINK_UP)
+    if (!r->ship || complete <= r->shipped || link == NULL || link->state != PD_LINK_UP)
         return;
     *ship_out = (pd_ship){
         .peer = link->peer,
@@ -441,7 +440,7 @@ static void run_step(pd_role_core *core, uint64_t now_ns)
         .slices = core->slices,
         .slices_count = count,
     };
-    prefill_links_hold(&core->links);
+    pd_links_hold(&core->links);
     core->sink.run(core->sink.ctx, &core->step);
 }
 
@@ -499,7 +498,7 @@ static void prefill_on_step_done(pd_role_core *core, pd_step *step, uint64_t now
 {
     pd_assert(core->stepping && step == &core->step);
     core->stepping = false;
-    prefill_links_let_go(&core->links);
+    pd_links_let_go(&core->links);
     core->steps_done++;
     core->counters.steps++;
     for (uint32_t i = 0; i < step->slices_count; i++)
@@ -615,9 +614,9 @@ static void on_prefill_request(pd_role_core *core, const pd_msg_prefill_request 
         return;
     }
     core->counters.requests++;
-    prefill_link *link =
-        asked->ship ? prefill_links_by_incarnation(&core->links, asked->decode_incarnation) : NULL;
-    if (link != NULL && link->state != PREFILL_LINK_UP)
+    pd_link *link =
+        asked->ship ? pd_links_by_incarnation(&core->links, asked->decode_incarnation) : NULL;
+    if (link != NULL && link->state != PD_LINK_UP)
         link = NULL;
     const char *wrong = check_request(core, asked, &status);
     if (wrong != NULL) {
@@ -686,19 +685,19 @@ static void fail_link_requests(pd_role_core *core, uint64_t tag, const char *rea
     }
 }
 
-static void drop_link(pd_role_core *core, prefill_link *link, const char *reason, uint64_t now_ns)
+static void drop_link(pd_role_core *core, pd_link *link, const char *reason, uint64_t now_ns)
 {
     uint64_t tag = link->tag;
 
     pd_log_info("msg=\"link closed: %s\" peer=%s", reason, link->name);
-    prefill_links_close(&core->links, link);
+    pd_links_close(&core->links, link);
     fail_link_requests(core, tag, reason, now_ns);
 }
 
-static void connect_link(pd_role_core *core, prefill_link *link)
+static void connect_link(pd_role_core *core, pd_link *link)
 {
-    prefill_link before = *link;
-    pd_status status = prefill_links_connect(&core->links, link);
+    pd_link before = *link;
+    pd_status status = pd_links_connect(&core->links, link);
 
     if (status == PD_OK || status == PD_E_OVERLOAD)
         return;
@@ -712,16 +711,16 @@ static void on_peer_up(pd_role_core *core, uint64_t router, const pd_msg_peer_up
 {
     if (peer->role != PD_ROLE_DECODE)
         return;
-    prefill_link *link = prefill_links_by_incarnation(&core->links, peer->incarnation);
+    pd_link *link = pd_links_by_incarnation(&core->links, peer->incarnation);
     if (link != NULL) {
-        if (link->state == PREFILL_LINK_UP)
+        if (link->state == PD_LINK_UP)
             say_link(core, router, link, true, "");
         return;
     }
-    prefill_link *older = prefill_links_by_name(&core->links, peer->name);
+    pd_link *older = pd_links_by_name(&core->links, peer->name);
     if (older != NULL)
         drop_link(core, older, "the decode worker was restarted", now_ns);
-    link = prefill_links_add(&core->links, peer);
+    link = pd_links_add(&core->links, peer);
     if (link == NULL) {
         pd_log_warn("msg=\"no place for a link\" peer=%s address_bytes=%zu", peer->name,
                     peer->transfer_address_len);
@@ -732,7 +731,7 @@ static void on_peer_up(pd_role_core *core, uint64_t router, const pd_msg_peer_up
 
 static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
 {
-    prefill_link *link = prefill_links_by_incarnation(&core->links, peer->incarnation);
+    pd_link *link = pd_links_by_incarnation(&core->links, peer->incarnation);
 
     if (link != NULL)
         drop_link(core, link, "the decode worker is gone", now_ns);
@@ -778,8 +777,8 @@ static void on_sent(pd_role_core *core, const pd_transfer_event *event, uint64_t
         return;
     r->sent++;
     if (event->status != PD_OK) {
-        prefill_link *link = prefill_links_by_tag(&core->links, r->link_tag);
-        if (link != NULL && link->state == PREFILL_LINK_UP) {
+        pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
+        if (link != NULL && link->state == PD_LINK_UP) {
             say_link_to_all(core, link, false, "a write failed");
             drop_link(core, link, "a write failed", now_ns); /* r with it */
         } else {
@@ -801,21 +800,21 @@ static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *eve
         run_step(core, now_ns); /* blocks may have come back */
         return;
     }
-    prefill_link *link = prefill_links_by_tag(&core->links, event->tag);
+    pd_link *link = pd_links_by_tag(&core->links, event->tag);
     if (event->kind == PD_TRANSFER_NOTICE || link == NULL)
         return;
-    if (event->kind == PD_TRANSFER_CONNECTED && link->state == PREFILL_LINK_CONNECTING) {
-        link->state = PREFILL_LINK_UP;
+    if (event->kind == PD_TRANSFER_CONNECTED && link->state == PD_LINK_CONNECTING) {
+        link->state = PD_LINK_UP;
         snprintf(link->lane, sizeof link->lane, "%s", event->lane);
         pd_log_info("msg=\"link up\" peer=%s lane=%s", link->name, link->lane);
         pay_aborts(core, link);
         say_link_to_all(core, link, true, "");
-    } else if (event->kind == PD_TRANSFER_PEER_DOWN && link->state != PREFILL_LINK_CLOSING) {
+    } else if (event->kind == PD_TRANSFER_PEER_DOWN && link->state != PD_LINK_CLOSING) {
         say_link_to_all(core, link, false, "the connection failed");
         drop_link(core, link, "the connection failed", now_ns);
     } else if (event->kind == PD_TRANSFER_CLOSED) {
         uint64_t tag = link->tag;
-        prefill_links_closed(link);
+        pd_links_closed(link);
         for (request *r = core->requests, *next; r != NULL; r = next) {
             next = r->next;
             if (!r->ship || r->link_tag != tag)
@@ -871,8 +870,8 @@ static bool close_stuck_link(pd_role_core *core, uint64_t now_ns)
     for (request *r = core->requests; r != NULL; r = r->next) {
         if (r->status == PD_OK || r->in_step || now_ns < r->ended_ns + core->options.lost_after_ns)
             continue;
-        prefill_link *link = prefill_links_by_tag(&core->links, r->link_tag);
-        if (link == NULL || link->state == PREFILL_LINK_CLOSING)
+        pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
+        if (link == NULL || link->state == PD_LINK_CLOSING)
             continue;
         say_link_to_all(core, link, false, "writes do not complete");
         drop_link(core, link, "writes do not complete", now_ns);
@@ -897,7 +896,7 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
         ;
     say_router_lost(core, now_ns);
     for (uint32_t i = 0; i < core->links.count; i++) {
-        if (core->links.links[i].state == PREFILL_LINK_WAITING)
+        if (core->links.links[i].state == PD_LINK_WAITING)
             connect_link(core, &core->links.links[i]);
     }
     run_step(core, now_ns);

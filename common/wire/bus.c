@@ -2,6 +2,7 @@
 #include "common/base/buf.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/wire/unpack.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -4,15 +4,9 @@
 
 #include "messages.pb-c.h"
 
-#include <math.h>
 #include <string.h>
 
-/* Of a hold: protobuf-c's structs and our arrays are a few times the bytes that came. */
-enum { HOLD_BYTES_EXTRA = 1 << 16, HOLD_GROWTH = 16, HASH_BYTES = 16 };
-
-struct pd_message_hold {
-    pd_arena *arena;
-};
+enum { HASH_BYTES = 16 };
 
 const char *pd_role_name(pd_role role)
 {
@@ -42,6 +36,19 @@ const char *pd_message_name(pd_message_kind kind)
         [PD_MSG_DECODE_START] = "decode_start",
         [PD_MSG_CANCEL] = "cancel",
         [PD_MSG_SNAPSHOT_REQUEST] = "snapshot_request",
+        [PD_MSG_PREFILL_STARTED] = "prefill_started",
+        [PD_MSG_LANDED] = "landed",
+        [PD_MSG_REFETCH] = "refetch",
+        [PD_MSG_SUSPENDED] = "suspended",
+        [PD_MSG_SHIP_DONE] = "ship_done",
+        [PD_MSG_AUDIT_REPLY] = "audit_reply",
+        [PD_MSG_BIND] = "bind",
+        [PD_MSG_TARGETS] = "targets",
+        [PD_MSG_RELEASE] = "release",
+        [PD_MSG_SHIP_AGAIN] = "ship_again",
+        [PD_MSG_SHIP_REQUEST] = "ship_request",
+        [PD_MSG_PULL_END] = "pull_end",
+        [PD_MSG_AUDIT] = "audit",
     };
     return (unsigned)kind < PD_MESSAGE_KINDS ? names[kind] : "unknown";
 }
@@ -54,6 +61,7 @@ typedef struct packing {
     Kvw__Key key;
     Kvw__Sampling sampling;
     Kvw__Ledger ledger;
+    Kvw__Peer peer;
     uint8_t fingerprint[HASH_BYTES];
     void *scratch; /* freed after packing */
     union {
@@ -76,6 +84,19 @@ typedef struct packing {
         Kvw__DecodeStart decode_start;
         Kvw__Cancel cancel;
         Kvw__SnapshotRequest snapshot_request;
+        Kvw__PrefillStarted prefill_started;
+        Kvw__Landed landed;
+        Kvw__Refetch refetch;
+        Kvw__Suspended suspended;
+        Kvw__ShipDone ship_done;
+        Kvw__AuditReply audit_reply;
+        Kvw__Bind bind;
+        Kvw__Targets targets;
+        Kvw__Release release;
+        Kvw__ShipAgain ship_again;
+        Kvw__ShipRequest ship_request;
+        Kvw__PullEnd pull_end;
+        Kvw__Audit audit;
     } body;
 } packing;
 
@@ -85,23 +106,10 @@ static void put_u64(uint8_t *bytes, uint64_t value)
         bytes[i] = (uint8_t)(value >> (8 * i));
 }
 
-static uint64_t get_u64(const uint8_t *bytes)
-{
-    uint64_t value = 0;
-    for (int i = 0; i < 8; i++)
-        value |= (uint64_t)bytes[i] << (8 * i);
-    return value;
-}
-
 static void put_hash(uint8_t *bytes, pd_hash128 hash)
 {
     put_u64(bytes, hash.lo);
     put_u64(bytes + 8, hash.hi);
-}
-
-static pd_hash128 get_hash(const uint8_t *bytes)
-{
-    return (pd_hash128){.lo = get_u64(bytes), .hi = get_u64(bytes + 8)};
 }
 
 static Kvw__Key *pack_key(Kvw__Key *out, const pd_request_key *key)
@@ -171,23 +179,45 @@ static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
     out->transfer_address = borrow(in->transfer_address, in->transfer_address_len);
     out->pid = in->pid;
     out->host = in->host;
+    out->started = in->started;
+    out->session = in->session;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_HELLO;
     pack->envelope.hello = out;
     return PD_OK;
+}
+
+static Kvw__Ledger *pack_ledger(packing *pack, const pd_ledger *in)
+{
+    kvw__ledger__init(&pack->ledger);
+    pack->ledger.total = in->total;
+    pack->ledger.free = in->free;
+    pack->ledger.cached = in->cached;
+    pack->ledger.leased = in->leased;
+    pack->ledger.running = in->running;
+    pack->ledger.quarantined = in->quarantined;
+    return &pack->ledger;
+}
+
+/* NULL when there is none. */
+static Kvw__Peer *pack_peer(packing *pack, const pd_msg_peer *in)
+{
+    if (in->name[0] == '\0')
+        return NULL;
+    kvw__peer__init(&pack->peer);
+    pack->peer.name = text(in->name);
+    pack->peer.incarnation = in->incarnation;
+    pack->peer.pid = in->pid;
+    pack->peer.host = in->host;
+    pack->peer.started = in->started;
+    pack->peer.transfer_address = borrow(in->transfer_address, in->transfer_address_len);
+    return &pack->peer;
 }
 
 static pd_status pack_heartbeat(packing *pack, const pd_msg_heartbeat *in)
 {
     Kvw__Heartbeat *out = &pack->body.heartbeat;
     kvw__heartbeat__init(out);
-    kvw__ledger__init(&pack->ledger);
-    pack->ledger.total = in->ledger.total;
-    pack->ledger.free = in->ledger.free;
-    pack->ledger.cached = in->ledger.cached;
-    pack->ledger.leased = in->ledger.leased;
-    pack->ledger.running = in->ledger.running;
-    pack->ledger.quarantined = in->ledger.quarantined;
-    out->ledger = &pack->ledger;
+    out->ledger = pack_ledger(pack, &in->ledger);
     out->incarnation = in->incarnation;
     out->role_epoch = in->role_epoch;
     out->step = in->step;
@@ -228,6 +258,7 @@ static pd_status pack_lease_reply(packing *pack, const pd_msg_lease_reply *in)
     out->n_blocks = in->blocks_count;
     out->retry_after_ms = in->retry_after_ms;
     out->reason = text(in->reason);
+    out->bound = in->bound;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_LEASE_REPLY;
     pack->envelope.lease_reply = out;
     return PD_OK;
@@ -247,6 +278,7 @@ static pd_status pack_prefill_done(packing *pack, const pd_msg_prefill_done *in)
     out->ship_bytes = in->ship_bytes;
     out->reason = text(in->reason);
     out->may_land = in->may_land;
+    out->again = in->again;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_PREFILL_DONE;
     pack->envelope.prefill_done = out;
     return PD_OK;
@@ -352,6 +384,9 @@ static pd_status pack_lease_request(packing *pack, const pd_msg_lease_request *i
     out->prompt_tokens = in->prompt_tokens;
     out->max_tokens = in->max_tokens;
     out->ttl_ms = in->ttl_ms;
+    out->sender = pack_peer(pack, &in->sender);
+    out->bind = in->bind;
+    out->priority = in->priority;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_LEASE_REQUEST;
     pack->envelope.lease_request = out;
     return pack_hashes(pack, in->hashes, in->hashes_count, &out->hashes);
@@ -376,6 +411,11 @@ static pd_status pack_prefill_request(packing *pack, const pd_msg_prefill_reques
     out->blocks = (uint32_t *)(uintptr_t)in->blocks;
     out->n_blocks = in->blocks_count;
     out->deadline_ms = in->deadline_ms;
+    out->prompt_tokens = in->prompt_tokens;
+    out->priority = in->priority;
+    out->pull = pack_peer(pack, &in->pull);
+    out->pull_blocks = in->pull_blocks;
+    out->pull_ms = in->pull_ms;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_PREFILL_REQUEST;
     pack->envelope.prefill_request = out;
     return pack_hashes(pack, in->hashes, in->hashes_count, &out->hashes);
@@ -397,6 +437,154 @@ static pd_status pack_decode_start(packing *pack, const pd_msg_decode_start *in)
     out->landing_ms = in->landing_ms;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_DECODE_START;
     pack->envelope.decode_start = out;
+    return PD_OK;
+}
+
+static pd_status pack_prefill_started(packing *pack, const pd_msg_prefill_started *in)
+{
+    Kvw__PrefillStarted *out = &pack->body.prefill_started;
+    kvw__prefill_started__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->pull_first = in->pull_first;
+    out->pull_blocks = (uint32_t *)(uintptr_t)in->pull_blocks;
+    out->n_pull_blocks = in->pull_blocks_count;
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_PREFILL_STARTED;
+    pack->envelope.prefill_started = out;
+    return PD_OK;
+}
+
+static pd_status pack_refetch(packing *pack, const pd_msg_refetch *in)
+{
+    Kvw__Refetch *out = &pack->body.refetch;
+    kvw__refetch__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->group = in->group;
+    out->first_block = in->first_block;
+    out->count = in->count;
+    out->reason = text(in->reason);
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_REFETCH;
+    pack->envelope.refetch = out;
+    return PD_OK;
+}
+
+static pd_status pack_suspended(packing *pack, const pd_msg_suspended *in)
+{
+    Kvw__Suspended *out = &pack->body.suspended;
+    kvw__suspended__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->answered = in->answered;
+    out->kv_tokens = in->kv_tokens;
+    out->blocks = in->blocks;
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_SUSPENDED;
+    pack->envelope.suspended = out;
+    return PD_OK;
+}
+
+static pd_status pack_ship_done(packing *pack, const pd_msg_ship_done *in)
+{
+    Kvw__ShipDone *out = &pack->body.ship_done;
+    kvw__ship_done__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->status = in->status;
+    out->ship_ms = in->ship_ms;
+    out->ship_bytes = in->ship_bytes;
+    out->reason = text(in->reason);
+    out->may_land = in->may_land;
+    out->again = in->again;
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_SHIP_DONE;
+    pack->envelope.ship_done = out;
+    return PD_OK;
+}
+
+static pd_status pack_audit_reply(packing *pack, const pd_msg_audit_reply *in)
+{
+    typedef struct item {
+        Kvw__AuditEntry entry;
+        Kvw__Key key;
+    } item;
+    Kvw__AuditReply *out = &pack->body.audit_reply;
+    size_t count = in->entries_count, waits = in->waits_for_count;
+
+    kvw__audit_reply__init(out);
+    pack->scratch = pd_calloc(1, count * (sizeof(item) + sizeof(void *)) + waits * 8 + 1);
+    if (pack->scratch == NULL)
+        return PD_E_NOMEM;
+    item *items = pack->scratch;
+    Kvw__AuditEntry **pointers = (Kvw__AuditEntry **)(items + count);
+    uint8_t *bytes = (uint8_t *)(pointers + count);
+    for (size_t i = 0; i < count; i++) {
+        kvw__audit_entry__init(&items[i].entry);
+        items[i].entry.key = pack_key(&items[i].key, &in->entries[i].key);
+        items[i].entry.state = in->entries[i].state;
+        items[i].entry.blocks = in->entries[i].blocks;
+        pointers[i] = &items[i].entry;
+    }
+    for (size_t i = 0; i < waits; i++)
+        put_u64(bytes + 8 * i, in->waits_for[i]);
+    out->incarnation = in->incarnation;
+    out->serial = in->serial;
+    out->ledger = pack_ledger(pack, &in->ledger);
+    out->entries = pointers;
+    out->n_entries = count;
+    out->waits_for = borrow(bytes, waits * 8);
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_AUDIT_REPLY;
+    pack->envelope.audit_reply = out;
+    return PD_OK;
+}
+
+static pd_status pack_targets(packing *pack, const pd_msg_targets *in)
+{
+    Kvw__Targets *out = &pack->body.targets;
+    kvw__targets__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->held_blocks = in->held_blocks;
+    out->blocks = (uint32_t *)(uintptr_t)in->blocks;
+    out->n_blocks = in->blocks_count;
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_TARGETS;
+    pack->envelope.targets = out;
+    return PD_OK;
+}
+
+static pd_status pack_ship_again(packing *pack, const pd_msg_ship_again *in)
+{
+    Kvw__ShipAgain *out = &pack->body.ship_again;
+    kvw__ship_again__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->group = in->group;
+    out->first_block = in->first_block;
+    out->count = in->count;
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_SHIP_AGAIN;
+    pack->envelope.ship_again = out;
+    return PD_OK;
+}
+
+static pd_status pack_ship_request(packing *pack, const pd_msg_ship_request *in)
+{
+    Kvw__ShipRequest *out = &pack->body.ship_request;
+    kvw__ship_request__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->id = text(in->id);
+    out->source_epoch = in->source_epoch;
+    out->receiver = pack_peer(pack, &in->receiver);
+    out->first_block = in->first_block;
+    out->blocks = (uint32_t *)(uintptr_t)in->blocks;
+    out->n_blocks = in->blocks_count;
+    out->kv_tokens = in->kv_tokens;
+    out->deadline_ms = in->deadline_ms;
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_SHIP_REQUEST;
+    pack->envelope.ship_request = out;
+    return pack_hashes(pack, in->hashes, in->hashes_count, &out->hashes);
+}
+
+static pd_status pack_pull_end(packing *pack, const pd_msg_pull_end *in)
+{
+    Kvw__PullEnd *out = &pack->body.pull_end;
+    kvw__pull_end__init(out);
+    out->key = pack_key(&pack->key, &in->key);
+    out->may_land = in->may_land;
+    out->reason = text(in->reason);
+    pack->envelope.body_case = KVW__ENVELOPE__BODY_PULL_END;
+    pack->envelope.pull_end = out;
     return PD_OK;
 }
 
@@ -443,6 +631,7 @@ static pd_status pack_small(packing *pack, const pd_message *in)
         kvw__cancel__init(&pack->body.cancel);
         pack->body.cancel.key = pack_key(&pack->key, &in->cancel.key);
         pack->body.cancel.unwritten = in->cancel.unwritten;
+        pack->body.cancel.keep = in->cancel.keep;
         envelope->body_case = KVW__ENVELOPE__BODY_CANCEL;
         envelope->cancel = &pack->body.cancel;
         return PD_OK;
@@ -451,6 +640,31 @@ static pd_status pack_small(packing *pack, const pd_message *in)
         pack->body.snapshot_request.router = in->snapshot_request.router;
         envelope->body_case = KVW__ENVELOPE__BODY_SNAPSHOT_REQUEST;
         envelope->snapshot_request = &pack->body.snapshot_request;
+        return PD_OK;
+    case PD_MSG_LANDED:
+        kvw__landed__init(&pack->body.landed);
+        pack->body.landed.key = pack_key(&pack->key, &in->landed.key);
+        pack->body.landed.started = in->landed.started;
+        envelope->body_case = KVW__ENVELOPE__BODY_LANDED;
+        envelope->landed = &pack->body.landed;
+        return PD_OK;
+    case PD_MSG_BIND:
+        kvw__bind__init(&pack->body.bind);
+        pack->body.bind.key = pack_key(&pack->key, &in->bind.key);
+        envelope->body_case = KVW__ENVELOPE__BODY_BIND;
+        envelope->bind = &pack->body.bind;
+        return PD_OK;
+    case PD_MSG_RELEASE:
+        kvw__release__init(&pack->body.release);
+        pack->body.release.key = pack_key(&pack->key, &in->release.key);
+        envelope->body_case = KVW__ENVELOPE__BODY_RELEASE;
+        envelope->release = &pack->body.release;
+        return PD_OK;
+    case PD_MSG_AUDIT:
+        kvw__audit__init(&pack->body.audit);
+        pack->body.audit.serial = in->audit.serial;
+        envelope->body_case = KVW__ENVELOPE__BODY_AUDIT;
+        envelope->audit = &pack->body.audit;
         return PD_OK;
     default: return PD_E_INTERNAL;
     }
@@ -471,6 +685,15 @@ static pd_status pack_body(packing *pack, const pd_message *in)
     case PD_MSG_LEASE_REQUEST: return pack_lease_request(pack, &in->lease_request);
     case PD_MSG_PREFILL_REQUEST: return pack_prefill_request(pack, &in->prefill_request);
     case PD_MSG_DECODE_START: return pack_decode_start(pack, &in->decode_start);
+    case PD_MSG_PREFILL_STARTED: return pack_prefill_started(pack, &in->prefill_started);
+    case PD_MSG_REFETCH: return pack_refetch(pack, &in->refetch);
+    case PD_MSG_SUSPENDED: return pack_suspended(pack, &in->suspended);
+    case PD_MSG_SHIP_DONE: return pack_ship_done(pack, &in->ship_done);
+    case PD_MSG_AUDIT_REPLY: return pack_audit_reply(pack, &in->audit_reply);
+    case PD_MSG_TARGETS: return pack_targets(pack, &in->targets);
+    case PD_MSG_SHIP_AGAIN: return pack_ship_again(pack, &in->ship_again);
+    case PD_MSG_SHIP_REQUEST: return pack_ship_request(pack, &in->ship_request);
+    case PD_MSG_PULL_END: return pack_pull_end(pack, &in->pull_end);
     default: return pack_small(pack, in);
     }
 }
@@ -500,470 +723,4 @@ pd_status pd_message_pack(const pd_message *message, pd_buf *buf)
     }
     pd_free(pack.scratch);
     return status;
-}
-
-/* ---- unpacking: outside bytes to a checked struct ---- */
-
-typedef struct unpacking {
-    pd_arena *arena;
-    const char *reason; /* a literal: the first thing found wrong */
-    pd_status status;
-} unpacking;
-
-static void refuse(unpacking *un, const char *reason)
-{
-    if (un->status == PD_OK) {
-        un->status = PD_E_INVALID;
-        un->reason = reason;
-    }
-}
-
-static void take_key(unpacking *un, const Kvw__Key *in, pd_request_key *out)
-{
-    if (in == NULL || in->router == 0) {
-        refuse(un, "key is missing");
-        return;
-    }
-    *out = (pd_request_key){.router = in->router, .number = in->number, .epoch = in->epoch};
-}
-
-/* A printable text of at most size - 1 bytes. */
-static void take_text(unpacking *un, const char *in, char *out, size_t size, bool may_be_empty,
-                      const char *reason)
-{
-    size_t len = strlen(in);
-    bool sound = len < size && (len != 0 || may_be_empty);
-    for (size_t i = 0; sound && i < len; i++)
-        sound = (unsigned char)in[i] >= 0x20 && in[i] != 0x7f;
-    if (!sound)
-        refuse(un, reason);
-    else
-        memcpy(out, in, len + 1);
-}
-
-static void take_float(unpacking *un, float in, float *out, const char *reason)
-{
-    if (!isfinite(in) || in < 0)
-        refuse(un, reason);
-    else
-        *out = in;
-}
-
-static void take_status(unpacking *un, int32_t in, pd_status *out)
-{
-    if (in > 0 || strcmp(pd_status_name((pd_status)in), "unknown") == 0)
-        refuse(un, "status is unknown");
-    else
-        *out = (pd_status)in;
-}
-
-static void take_sampling(unpacking *un, const Kvw__Sampling *in, pd_sampling *out)
-{
-    if (in == NULL) {
-        refuse(un, "sampling is missing");
-        return;
-    }
-    take_float(un, in->temperature, &out->temperature, "temperature is out of range");
-    take_float(un, in->top_p, &out->top_p, "top_p is out of range");
-    if (out->top_p > 1)
-        refuse(un, "top_p is out of range");
-    out->top_k = in->top_k;
-    out->seed = in->seed;
-    out->choice = in->choice;
-}
-
-static void take_role(unpacking *un, uint32_t in, pd_role *out)
-{
-    if (in != PD_ROLE_PREFILL && in != PD_ROLE_DECODE)
-        refuse(un, "role is unknown");
-    else
-        *out = (pd_role)in;
-}
-
-static void take_hashes(unpacking *un, ProtobufCBinaryData in, const pd_hash128 **out,
-                        uint32_t *count_out)
-{
-    if (in.len % HASH_BYTES != 0) {
-        refuse(un, "hashes are cut off");
-        return;
-    }
-    size_t count = in.len / HASH_BYTES;
-    pd_hash128 *hashes = pd_arena_alloc(un->arena, count * sizeof *hashes);
-    if (hashes == NULL) {
-        un->status = PD_E_NOMEM;
-        return;
-    }
-    for (size_t i = 0; i < count; i++)
-        hashes[i] = get_hash(in.data + i * HASH_BYTES);
-    *out = hashes;
-    *count_out = (uint32_t)count;
-}
-
-static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
-{
-    out->wire_version = in->wire_version;
-    take_text(un, in->name, out->name, sizeof out->name, false, "name is empty or too long");
-    take_role(un, in->role, &out->role);
-    out->role_epoch = in->role_epoch;
-    out->incarnation = in->incarnation;
-    if (in->incarnation == 0)
-        refuse(un, "incarnation is missing");
-    take_text(un, in->model, out->model, sizeof out->model, false, "model is empty or too long");
-    if (in->model_fingerprint.len != HASH_BYTES)
-        refuse(un, "model_fingerprint has the wrong length");
-    else
-        out->model_fingerprint = get_hash(in->model_fingerprint.data);
-    out->layout_fingerprint = in->layout_fingerprint;
-    take_text(un, in->layout, out->layout, sizeof out->layout, true, "layout is too long");
-    out->block_tokens = in->block_tokens;
-    out->dp_rank = in->dp_rank;
-    out->context_max = in->context_max;
-    out->max_batch = in->max_batch;
-    out->queue_max = in->queue_max;
-    out->blocks = in->blocks;
-    if (in->block_tokens == 0 || in->context_max == 0 || in->blocks == 0)
-        refuse(un, "block_tokens, context_max or blocks is 0");
-    take_text(un, in->backend, out->backend, sizeof out->backend, true, "backend is too long");
-    take_text(un, in->transfer, out->transfer, sizeof out->transfer, true, "transfer is too long");
-    out->transfer_address = in->transfer_address.data;
-    out->transfer_address_len = in->transfer_address.len;
-    out->pid = in->pid;
-    out->host = in->host;
-}
-
-static void take_heartbeat(unpacking *un, const Kvw__Heartbeat *in, pd_msg_heartbeat *out)
-{
-    out->incarnation = in->incarnation;
-    out->role_epoch = in->role_epoch;
-    out->step = in->step;
-    out->busy = in->busy;
-    take_float(un, in->queue_ms, &out->queue_ms, "queue_ms is out of range");
-    out->running = in->running;
-    out->waiting = in->waiting;
-    if (in->ledger == NULL) {
-        refuse(un, "ledger is missing");
-        return;
-    }
-    out->ledger = (pd_ledger){.total = in->ledger->total,
-                              .free = in->ledger->free,
-                              .cached = in->ledger->cached,
-                              .leased = in->ledger->leased,
-                              .running = in->ledger->running,
-                              .quarantined = in->ledger->quarantined};
-    out->events_sequence = in->events_sequence;
-    out->warm = in->warm;
-    out->draining = in->draining;
-}
-
-static void take_link(unpacking *un, const Kvw__Link *in, pd_msg_link *out)
-{
-    take_text(un, in->peer, out->peer, sizeof out->peer, false, "peer is empty or too long");
-    out->peer_incarnation = in->peer_incarnation;
-    out->up = in->up;
-    take_text(un, in->lane, out->lane, sizeof out->lane, true, "lane is too long");
-    take_text(un, in->reason, out->reason, sizeof out->reason, true, "reason is too long");
-}
-
-static void take_lease_reply(unpacking *un, const Kvw__LeaseReply *in, pd_msg_lease_reply *out)
-{
-    take_key(un, in->key, &out->key);
-    take_status(un, in->status, &out->status);
-    out->held_blocks = in->held_blocks;
-    out->blocks = in->blocks;
-    out->blocks_count = (uint32_t)in->n_blocks;
-    out->retry_after_ms = in->retry_after_ms;
-    take_text(un, in->reason, out->reason, sizeof out->reason, true, "reason is too long");
-}
-
-static void take_prefill_done(unpacking *un, const Kvw__PrefillDone *in, pd_msg_prefill_done *out)
-{
-    take_key(un, in->key, &out->key);
-    take_status(un, in->status, &out->status);
-    out->cached_tokens = in->cached_tokens;
-    out->computed_tokens = in->computed_tokens;
-    take_float(un, in->queue_ms, &out->queue_ms, "queue_ms is out of range");
-    take_float(un, in->compute_ms, &out->compute_ms, "compute_ms is out of range");
-    take_float(un, in->ship_ms, &out->ship_ms, "ship_ms is out of range");
-    out->ship_bytes = in->ship_bytes;
-    take_text(un, in->reason, out->reason, sizeof out->reason, true, "reason is too long");
-    out->may_land = in->may_land;
-}
-
-static void take_step_tokens(unpacking *un, const Kvw__StepTokens *in, pd_msg_step_tokens *out)
-{
-    pd_step_token *tokens = pd_arena_alloc(un->arena, in->n_tokens * sizeof *tokens);
-    if (tokens == NULL) {
-        un->status = PD_E_NOMEM;
-        return;
-    }
-    for (size_t i = 0; i < in->n_tokens; i++) {
-        const Kvw__StepToken *token = in->tokens[i];
-        take_key(un, token->key, &tokens[i].key);
-        tokens[i].index = token->index;
-        tokens[i].token = token->token;
-        if (token->finish > PD_FINISH_LENGTH)
-            refuse(un, "finish is unknown");
-        tokens[i].finish = (pd_finish)token->finish;
-    }
-    take_text(un, in->name, out->name, sizeof out->name, false, "name is empty or too long");
-    out->incarnation = in->incarnation;
-    out->step = in->step;
-    take_float(un, in->queue_ms, &out->queue_ms, "queue_ms is out of range");
-    take_float(un, in->step_ms, &out->step_ms, "step_ms is out of range");
-    out->tokens = tokens;
-    out->tokens_count = (uint32_t)in->n_tokens;
-}
-
-static void take_kv_events(unpacking *un, const Kvw__KvEvents *in, pd_msg_kv_events *out)
-{
-    size_t count = in->kinds.len;
-    if (in->hashes.len != count * HASH_BYTES) {
-        refuse(un, "kinds and hashes differ in number");
-        return;
-    }
-    pd_kv_event *events = pd_arena_alloc(un->arena, count * sizeof *events);
-    if (events == NULL) {
-        un->status = PD_E_NOMEM;
-        return;
-    }
-    for (size_t i = 0; i < count; i++) {
-        if (in->kinds.data[i] < PD_KV_STORED || in->kinds.data[i] > PD_KV_CLEARED)
-            refuse(un, "event kind is unknown");
-        events[i].kind = (pd_kv_event_kind)in->kinds.data[i];
-        events[i].hash = get_hash(in->hashes.data + i * HASH_BYTES);
-    }
-    take_text(un, in->name, out->name, sizeof out->name, false, "name is empty or too long");
-    out->incarnation = in->incarnation;
-    out->first_sequence = in->first_sequence;
-    out->events = events;
-    out->events_count = (uint32_t)count;
-    out->snapshot_first = in->snapshot_first;
-    out->snapshot = in->snapshot;
-    out->snapshot_last = in->snapshot_last;
-}
-
-static void take_peer_up(unpacking *un, const Kvw__PeerUp *in, pd_msg_peer_up *out)
-{
-    take_text(un, in->name, out->name, sizeof out->name, false, "name is empty or too long");
-    take_role(un, in->role, &out->role);
-    out->incarnation = in->incarnation;
-    out->transfer_address = in->transfer_address.data;
-    out->transfer_address_len = in->transfer_address.len;
-    out->pid = in->pid;
-    out->host = in->host;
-}
-
-static void take_lease_request(unpacking *un, const Kvw__LeaseRequest *in,
-                               pd_msg_lease_request *out)
-{
-    take_key(un, in->key, &out->key);
-    take_text(un, in->id, out->id, sizeof out->id, false, "id is empty or too long");
-    take_text(un, in->prefill, out->prefill, sizeof out->prefill, true, "prefill is too long");
-    out->prefill_incarnation = in->prefill_incarnation;
-    out->prompt_tokens = in->prompt_tokens;
-    out->max_tokens = in->max_tokens;
-    out->ttl_ms = in->ttl_ms;
-    take_hashes(un, in->hashes, &out->hashes, &out->hashes_count);
-    if (in->prompt_tokens == 0)
-        refuse(un, "prompt_tokens is 0");
-}
-
-static void take_prefill_request(unpacking *un, const Kvw__PrefillRequest *in,
-                                 pd_msg_prefill_request *out)
-{
-    take_key(un, in->key, &out->key);
-    take_text(un, in->id, out->id, sizeof out->id, false, "id is empty or too long");
-    out->tokens = in->tokens;
-    out->tokens_count = (uint32_t)in->n_tokens;
-    take_hashes(un, in->hashes, &out->hashes, &out->hashes_count);
-    take_sampling(un, in->sampling, &out->sampling);
-    out->end_tokens = in->end_tokens;
-    out->end_tokens_count = (uint32_t)in->n_end_tokens;
-    out->max_tokens = in->max_tokens;
-    out->ship = in->ship;
-    take_text(un, in->decode, out->decode, sizeof out->decode, !in->ship,
-              "decode is empty or too long");
-    out->decode_incarnation = in->decode_incarnation;
-    out->held_blocks = in->held_blocks;
-    out->blocks = in->blocks;
-    out->blocks_count = (uint32_t)in->n_blocks;
-    out->deadline_ms = in->deadline_ms;
-    if (in->n_tokens == 0 || in->max_tokens == 0)
-        refuse(un, "tokens are missing or max_tokens is 0");
-}
-
-static void take_decode_start(unpacking *un, const Kvw__DecodeStart *in, pd_msg_decode_start *out)
-{
-    take_key(un, in->key, &out->key);
-    take_text(un, in->id, out->id, sizeof out->id, false, "id is empty or too long");
-    out->tokens = in->tokens;
-    out->tokens_count = (uint32_t)in->n_tokens;
-    out->prompt_tokens = in->prompt_tokens;
-    take_sampling(un, in->sampling, &out->sampling);
-    out->end_tokens = in->end_tokens;
-    out->end_tokens_count = (uint32_t)in->n_end_tokens;
-    out->max_tokens = in->max_tokens;
-    out->landing_ms = in->landing_ms;
-    if (in->prompt_tokens == 0 || in->n_tokens <= in->prompt_tokens)
-        refuse(un, "no prompt or no first token");
-}
-
-static void take_body(unpacking *un, const Kvw__Envelope *in, pd_message *out)
-{
-    switch (in->body_case) {
-    case KVW__ENVELOPE__BODY_HELLO:
-        out->kind = PD_MSG_HELLO;
-        take_hello(un, in->hello, &out->hello);
-        return;
-    case KVW__ENVELOPE__BODY_HEARTBEAT:
-        out->kind = PD_MSG_HEARTBEAT;
-        take_heartbeat(un, in->heartbeat, &out->heartbeat);
-        return;
-    case KVW__ENVELOPE__BODY_LINK:
-        out->kind = PD_MSG_LINK;
-        take_link(un, in->link, &out->link);
-        return;
-    case KVW__ENVELOPE__BODY_LEASE_REPLY:
-        out->kind = PD_MSG_LEASE_REPLY;
-        take_lease_reply(un, in->lease_reply, &out->lease_reply);
-        return;
-    case KVW__ENVELOPE__BODY_PREFILL_DONE:
-        out->kind = PD_MSG_PREFILL_DONE;
-        take_prefill_done(un, in->prefill_done, &out->prefill_done);
-        return;
-    case KVW__ENVELOPE__BODY_DECODE_FAILED:
-        out->kind = PD_MSG_DECODE_FAILED;
-        take_key(un, in->decode_failed->key, &out->decode_failed.key);
-        take_status(un, in->decode_failed->status, &out->decode_failed.status);
-        take_text(un, in->decode_failed->reason, out->decode_failed.reason, PD_REASON_BYTES, true,
-                  "reason is too long");
-        return;
-    case KVW__ENVELOPE__BODY_BYE:
-        out->kind = PD_MSG_BYE;
-        out->bye.incarnation = in->bye->incarnation;
-        return;
-    case KVW__ENVELOPE__BODY_STEP_TOKENS:
-        out->kind = PD_MSG_STEP_TOKENS;
-        take_step_tokens(un, in->step_tokens, &out->step_tokens);
-        return;
-    case KVW__ENVELOPE__BODY_KV_EVENTS:
-        out->kind = PD_MSG_KV_EVENTS;
-        take_kv_events(un, in->kv_events, &out->kv_events);
-        return;
-    case KVW__ENVELOPE__BODY_WELCOME:
-        out->kind = PD_MSG_WELCOME;
-        out->welcome = (pd_msg_welcome){.router = in->welcome->router,
-                                        .heartbeat_ms = in->welcome->heartbeat_ms,
-                                        .lost_after_ms = in->welcome->lost_after_ms};
-        if (in->welcome->router == 0 || in->welcome->heartbeat_ms == 0)
-            refuse(un, "router or heartbeat_ms is 0");
-        return;
-    case KVW__ENVELOPE__BODY_REFUSED:
-        out->kind = PD_MSG_REFUSED;
-        take_text(un, in->refused->reason, out->refused.reason, PD_REASON_BYTES, true,
-                  "reason is too long");
-        out->refused.anew = in->refused->anew;
-        return;
-    case KVW__ENVELOPE__BODY_ROUTER_HEARTBEAT:
-        out->kind = PD_MSG_ROUTER_HEARTBEAT;
-        out->router_heartbeat.router = in->router_heartbeat->router;
-        return;
-    case KVW__ENVELOPE__BODY_PEER_UP:
-        out->kind = PD_MSG_PEER_UP;
-        take_peer_up(un, in->peer_up, &out->peer_up);
-        return;
-    case KVW__ENVELOPE__BODY_PEER_GONE:
-        out->kind = PD_MSG_PEER_GONE;
-        take_text(un, in->peer_gone->name, out->peer_gone.name, PD_NAME_BYTES, false,
-                  "name is empty or too long");
-        out->peer_gone.incarnation = in->peer_gone->incarnation;
-        return;
-    case KVW__ENVELOPE__BODY_LEASE_REQUEST:
-        out->kind = PD_MSG_LEASE_REQUEST;
-        take_lease_request(un, in->lease_request, &out->lease_request);
-        return;
-    case KVW__ENVELOPE__BODY_PREFILL_REQUEST:
-        out->kind = PD_MSG_PREFILL_REQUEST;
-        take_prefill_request(un, in->prefill_request, &out->prefill_request);
-        return;
-    case KVW__ENVELOPE__BODY_DECODE_START:
-        out->kind = PD_MSG_DECODE_START;
-        take_decode_start(un, in->decode_start, &out->decode_start);
-        return;
-    case KVW__ENVELOPE__BODY_CANCEL:
-        out->kind = PD_MSG_CANCEL;
-        take_key(un, in->cancel->key, &out->cancel.key);
-        out->cancel.unwritten = in->cancel->unwritten;
-        return;
-    case KVW__ENVELOPE__BODY_SNAPSHOT_REQUEST:
-        out->kind = PD_MSG_SNAPSHOT_REQUEST;
-        out->snapshot_request.router = in->snapshot_request->router;
-        return;
-    default: refuse(un, "no known message");
-    }
-}
-
-static void *arena_alloc(void *ctx, size_t bytes)
-{
-    return pd_arena_alloc(ctx, bytes);
-}
-
-static void arena_free(void *ctx, void *memory)
-{
-    (void)ctx;
-    (void)memory; /* the arena ends as a whole */
-}
-
-/* A hello of another wire version is still a hello: its sender must be told. */
-static bool version_fits(const Kvw__Envelope *envelope)
-{
-    return envelope->version == PD_WIRE_VERSION ||
-           envelope->body_case == KVW__ENVELOPE__BODY_HELLO ||
-           envelope->body_case == KVW__ENVELOPE__BODY_REFUSED;
-}
-
-pd_status pd_message_unpack(const void *bytes, size_t len, pd_message *message_out,
-                            pd_message_hold **hold_out, const char **reason_out)
-{
-    pd_arena *arena = NULL;
-    pd_message message = {0};
-
-    *reason_out = "over the size limit";
-    if (len > PD_MESSAGE_BYTES_MAX)
-        return PD_E_INVALID;
-    *reason_out = "no memory";
-    pd_status status = pd_arena_create(len * HOLD_GROWTH + HOLD_BYTES_EXTRA, &arena);
-    if (status != PD_OK)
-        return status;
-    unpacking un = {.arena = arena, .status = PD_OK};
-    pd_message_hold *hold = pd_arena_alloc(arena, sizeof *hold);
-    if (hold == NULL) {
-        pd_arena_destroy(arena);
-        return PD_E_NOMEM;
-    }
-    hold->arena = arena;
-    ProtobufCAllocator allocator = {
-        .alloc = arena_alloc, .free = arena_free, .allocator_data = arena};
-    Kvw__Envelope *envelope = kvw__envelope__unpack(&allocator, len, bytes);
-    if (envelope == NULL)
-        refuse(&un, "not a message");
-    else if (!version_fits(envelope))
-        refuse(&un, "another wire version");
-    else
-        take_body(&un, envelope, &message);
-    if (un.status != PD_OK) {
-        if (un.reason != NULL)
-            *reason_out = un.reason;
-        pd_arena_destroy(arena);
-        return un.status;
-    }
-    *message_out = message;
-    *hold_out = hold;
-    return PD_OK;
-}
-
-void pd_message_hold_free(pd_message_hold *hold)
-{
-    if (hold != NULL)
-        pd_arena_destroy(hold->arena);
 }

@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PD_WIRE_VERSION      1
+#define PD_WIRE_VERSION      2
 #define PD_NAME_BYTES        64 /* a worker's name, NUL included */
 #define PD_REQUEST_ID_BYTES  64 /* "chatcmpl-..." or the client's x-request-id, NUL included */
 #define PD_REASON_BYTES      192
@@ -40,6 +40,17 @@ typedef struct pd_request_key {
 typedef struct pd_ledger {
     uint32_t total, free, cached, leased, running, quarantined;
 } pd_ledger;
+
+/* A process that may write into somebody's pool, or that is to be written to. */
+typedef struct pd_msg_peer {
+    char name[PD_NAME_BYTES]; /* "": there is none */
+    uint64_t incarnation;
+    int64_t pid; /* on that host; 0: unknown */
+    uint64_t host;
+    uint64_t started; /* clock ticks since the host's boot, /proc/PID/stat's; 0: unknown */
+    const void *transfer_address;
+    size_t transfer_address_len;
+} pd_msg_peer;
 
 typedef struct pd_sampling {
     float temperature, top_p;
@@ -74,7 +85,11 @@ typedef struct pd_msg_hello {
     const void *transfer_address;
     size_t transfer_address_len;
     int64_t pid;
-    uint64_t host; /* where pid means something (host and pid namespace); 0: unknown */
+    uint64_t host;    /* where pid means something (host and pid namespace); 0: unknown */
+    uint64_t started; /* as in pd_msg_peer */
+    /* Counts how often this incarnation began anew with this router. What it had of an earlier
+     * session is dropped: the router ends or retries that at once. */
+    uint32_t session;
 } pd_msg_hello;
 
 typedef struct pd_msg_heartbeat {
@@ -102,6 +117,7 @@ typedef struct pd_msg_link {
 typedef struct pd_msg_lease_reply {
     pd_request_key key;
     pd_status status;       /* PD_OK, PD_E_OVERLOAD, PD_E_TOO_LARGE (never fits) */
+    bool bound;             /* false: a count is promised; held_blocks is a guess, no blocks */
     uint32_t held_blocks;   /* first blocks of the prompt that lie here already */
     const pd_block *blocks; /* landing blocks for the rest of the prompt, in order */
     uint32_t blocks_count;
@@ -122,7 +138,80 @@ typedef struct pd_msg_prefill_done {
     /* Its link was cut after it had begun to write: what a socket holds may still land, and the
      * decode worker has had no last word. False with every other end, whatever its status. */
     bool may_land;
+    uint32_t again; /* how many PD_MSG_SHIP_AGAIN of this key came before this word */
 } pd_msg_prefill_done;
+
+/* The first step of a prompt is about to run: its lease is to be bound. Said again until
+ * PD_MSG_TARGETS comes. With pull_blocks it also says where pulled blocks are to be written: those
+ * are the prompt's blocks pull_first .. */
+typedef struct pd_msg_prefill_started {
+    pd_request_key key;
+    uint32_t pull_first;
+    const pd_block *pull_blocks;
+    uint32_t pull_blocks_count;
+} pd_msg_prefill_started;
+
+/* Everything that was to land is here and matches its seals. Said by whoever received. */
+typedef struct pd_msg_landed {
+    pd_request_key key;
+    bool started; /* PD_MSG_DECODE_START has come */
+} pd_msg_landed;
+
+/* These blocks of one layer group came wrong, or not at all: fetch them once more. */
+typedef struct pd_msg_refetch {
+    pd_request_key key;
+    uint32_t group, first_block, count;
+    char reason[PD_REASON_BYTES];
+} pd_msg_refetch;
+
+/* No room for this sequence's next block, and it was its turn to give way: it stands still with its
+ * blocks until PD_MSG_SHIP_REQUEST moves it or PD_MSG_CANCEL ends it here. */
+typedef struct pd_msg_suspended {
+    pd_request_key key;
+    uint32_t answered;  /* tokens of the answer, all sent */
+    uint32_t kv_tokens; /* positions whose KV is there */
+    uint32_t blocks;
+} pd_msg_suspended;
+
+/* The last word on a PD_MSG_SHIP_REQUEST; fields as in pd_msg_prefill_done. */
+typedef struct pd_msg_ship_done {
+    pd_request_key key;
+    pd_status status;
+    float ship_ms;
+    uint64_t ship_bytes;
+    char reason[PD_REASON_BYTES];
+    bool may_land;
+    uint32_t again;
+} pd_msg_ship_done;
+
+typedef enum pd_audit_state {
+    PD_AUDIT_WAITING = 1,   /* queued for prefill */
+    PD_AUDIT_COMPUTING = 2, /* prefill */
+    PD_AUDIT_HOLDING = 3,   /* a sender's copy, until PD_MSG_RELEASE */
+    PD_AUDIT_PROMISED = 4,  /* a lease not bound yet */
+    PD_AUDIT_LANDING = 5,
+    PD_AUDIT_LANDED = 6, /* not started */
+    PD_AUDIT_RUNNING = 7,
+    PD_AUDIT_SUSPENDED = 8,
+    PD_AUDIT_QUARANTINED = 9, /* waits for its sender's last word or death */
+} pd_audit_state;
+
+typedef struct pd_audit_entry {
+    pd_request_key key;
+    pd_audit_state state;
+    uint32_t blocks;
+} pd_audit_entry;
+
+/* All that a worker holds for the router that asked. */
+typedef struct pd_msg_audit_reply {
+    uint64_t incarnation;
+    uint32_t serial; /* of the question */
+    pd_ledger ledger;
+    const pd_audit_entry *entries;
+    uint32_t entries_count;
+    const uint64_t *waits_for; /* incarnations whose end quarantined blocks wait for */
+    uint32_t waits_for_count;
+} pd_msg_audit_reply;
 
 /* A decode worker cannot go on with a request (a seal did not match, blocks never came). */
 typedef struct pd_msg_decode_failed {
@@ -223,6 +312,11 @@ typedef struct pd_msg_lease_request {
     char id[PD_REQUEST_ID_BYTES];
     char prefill[PD_NAME_BYTES]; /* who will write */
     uint64_t prefill_incarnation;
+    pd_msg_peer sender; /* the same, in full; no transfer address */
+    bool bind;          /* at once: the sender has the KV already */
+    int32_t priority;   /* higher is more important; 0 unless the client says */
+    /* What lands: the prompt, and the answer so far when it was begun elsewhere. max_tokens: what
+     * may still come after that. */
     uint32_t prompt_tokens, max_tokens;
     const pd_hash128 *hashes; /* of the prompt's full blocks */
     uint32_t hashes_count;
@@ -247,7 +341,64 @@ typedef struct pd_msg_prefill_request {
     const pd_block *blocks; /* where blocks held_blocks .. go, in the decode worker's pool */
     uint32_t blocks_count;
     uint32_t deadline_ms; /* from receipt; 0: none */
+    /* tokens[0 .. prompt_tokens - 1] is the prompt, the rest answer tokens 0 .. that the client has
+     * already: the token sampled here is the next one. max_tokens is of the whole answer. */
+    uint32_t prompt_tokens;
+    int32_t priority;
+    pd_msg_peer pull; /* holds pull_blocks leading blocks of tokens; 0: nothing to pull */
+    uint32_t pull_blocks, pull_ms;
 } pd_msg_prefill_request;
+
+/* Binds what was promised; answered with a pd_msg_lease_reply that is bound. Idempotent. */
+typedef struct pd_msg_bind {
+    pd_request_key key;
+} pd_msg_bind;
+
+/* Where a prompt's blocks go. Idempotent. */
+typedef struct pd_msg_targets {
+    pd_request_key key;
+    uint32_t held_blocks; /* leading ones that are there already: not shipped */
+    const pd_block *blocks;
+    uint32_t blocks_count;
+} pd_msg_targets;
+
+/* What this worker shipped has landed and was checked: its copies may go. */
+typedef struct pd_msg_release {
+    pd_request_key key;
+} pd_msg_release;
+
+/* Ship these once more. Always answered with another pd_msg_prefill_done (or pd_msg_ship_done). */
+typedef struct pd_msg_ship_again {
+    pd_request_key key;
+    uint32_t group, first_block, count;
+} pd_msg_ship_again;
+
+/* Write KV that this worker holds into another one's leased blocks. */
+typedef struct pd_msg_ship_request {
+    pd_request_key key; /* the receiver's: in every notice and seal */
+    char id[PD_REQUEST_ID_BYTES];
+    uint32_t source_epoch; /* the suspended sequence here (same router and number); 0: from the
+                              prefix cache, by hashes */
+    pd_msg_peer receiver;  /* with its transfer address */
+    uint32_t first_block;  /* index in the sequence */
+    const pd_block *blocks;
+    uint32_t blocks_count;
+    const pd_hash128 *hashes; /* [first_block + blocks_count], from the cache */
+    uint32_t hashes_count;
+    uint32_t kv_tokens; /* positions in all: the last block may be partial */
+    uint32_t deadline_ms;
+} pd_msg_ship_request;
+
+/* A pull's source has said its last word, and not all has come. */
+typedef struct pd_msg_pull_end {
+    pd_request_key key;
+    bool may_land;
+    char reason[PD_REASON_BYTES];
+} pd_msg_pull_end;
+
+typedef struct pd_msg_audit {
+    uint32_t serial;
+} pd_msg_audit;
 
 /* The answer goes on at the decode worker. May come before the last block has landed. */
 typedef struct pd_msg_decode_start {
@@ -271,6 +422,7 @@ typedef struct pd_msg_cancel {
      * worker was ever asked for it, or it has answered with pd_msg_prefill_done without may_land:
      * there is no last word to wait for. */
     bool unwritten;
+    bool keep; /* its full blocks stay as cache */
 } pd_msg_cancel;
 
 typedef struct pd_msg_snapshot_request {
@@ -298,6 +450,19 @@ typedef enum pd_message_kind {
     PD_MSG_DECODE_START,
     PD_MSG_CANCEL,
     PD_MSG_SNAPSHOT_REQUEST,
+    PD_MSG_PREFILL_STARTED,
+    PD_MSG_LANDED,
+    PD_MSG_REFETCH,
+    PD_MSG_SUSPENDED,
+    PD_MSG_SHIP_DONE,
+    PD_MSG_AUDIT_REPLY,
+    PD_MSG_BIND,
+    PD_MSG_TARGETS,
+    PD_MSG_RELEASE,
+    PD_MSG_SHIP_AGAIN,
+    PD_MSG_SHIP_REQUEST,
+    PD_MSG_PULL_END,
+    PD_MSG_AUDIT,
     PD_MESSAGE_KINDS,
 } pd_message_kind;
 const char *pd_message_name(pd_message_kind kind);
@@ -324,17 +489,22 @@ typedef struct pd_message {
         pd_msg_decode_start decode_start;
         pd_msg_cancel cancel;
         pd_msg_snapshot_request snapshot_request;
+        pd_msg_prefill_started prefill_started;
+        pd_msg_landed landed;
+        pd_msg_refetch refetch;
+        pd_msg_suspended suspended;
+        pd_msg_ship_done ship_done;
+        pd_msg_audit_reply audit_reply;
+        pd_msg_bind bind;
+        pd_msg_targets targets;
+        pd_msg_release release;
+        pd_msg_ship_again ship_again;
+        pd_msg_ship_request ship_request;
+        pd_msg_pull_end pull_end;
+        pd_msg_audit audit;
     };
 } pd_message;
 
 /* Packs a message. buf is cleared first. Errors: PD_E_TOO_LARGE, PD_E_NOMEM. */
 struct pd_buf;
 PD_CHECKED pd_status pd_message_pack(const pd_message *message, struct pd_buf *buf);
-
-/* Unpacks and checks outside bytes: version, kinds, lengths, enums, names (printable, not empty),
- * finite numbers. On PD_OK *message_out points into *hold_out, freed by pd_message_hold_free.
- * Errors: PD_E_INVALID (reason in *reason_out, a literal), PD_E_NOMEM. */
-typedef struct pd_message_hold pd_message_hold;
-PD_CHECKED pd_status pd_message_unpack(const void *bytes, size_t len, pd_message *message_out,
-                                       pd_message_hold **hold_out, const char **reason_out);
-void pd_message_hold_free(pd_message_hold *hold);

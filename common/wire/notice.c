@@ -6,7 +6,7 @@
 /* magic, version, kind, then the fields in the order of the struct, then the seals. */
 #define NOTICE_MAGIC 0x6b764e31u /* "kvN1" */
 enum { HEAD_BYTES = 76 };
-_Static_assert(HEAD_BYTES + 8 * PD_NOTICE_BLOCKS_MAX <= PD_TRANSFER_NOTICE_BYTES_MAX,
+_Static_assert(HEAD_BYTES + 8 * PD_NOTICE_SEALS_MAX <= PD_TRANSFER_NOTICE_BYTES_MAX,
                "a full notice fits what a transfer carries");
 
 static unsigned char *put(unsigned char *at, uint64_t value, int bytes)
@@ -27,7 +27,8 @@ static uint64_t take(const unsigned char **at, int bytes)
 
 size_t pd_notice_pack(const pd_notice *notice, unsigned char *bytes)
 {
-    pd_assert(notice->count <= PD_NOTICE_BLOCKS_MAX);
+    uint64_t seals = (uint64_t)notice->groups * notice->count * notice->slices;
+    pd_assert(seals <= PD_NOTICE_SEALS_MAX);
     unsigned char *at = bytes;
     at = put(at, NOTICE_MAGIC, 4);
     at = put(at, PD_WIRE_VERSION, 4);
@@ -42,9 +43,10 @@ size_t pd_notice_pack(const pd_notice *notice, unsigned char *bytes)
     at = put(at, notice->count, 4);
     at = put(at, notice->valid_tokens, 4);
     at = put(at, notice->seals != NULL, 4);
-    at = put(at, 0, 8); /* for later */
+    at = put(at, notice->groups, 4);
+    at = put(at, notice->slices, 4);
     pd_assert(at - bytes == HEAD_BYTES);
-    for (uint32_t i = 0; notice->seals != NULL && i < notice->count; i++)
+    for (uint32_t i = 0; notice->seals != NULL && i < seals; i++)
         at = put(at, notice->seals[i], 8);
     return (size_t)(at - bytes);
 }
@@ -68,13 +70,19 @@ pd_status pd_notice_unpack(const unsigned char *bytes, size_t len, uint64_t *sea
     notice.count = (uint32_t)take(&at, 4);
     notice.valid_tokens = (uint32_t)take(&at, 4);
     uint64_t sealed = take(&at, 4);
-    take(&at, 8);
+    notice.groups = (uint32_t)take(&at, 4);
+    notice.slices = (uint32_t)take(&at, 4);
+    bool blocks = kind == PD_NOTICE_BLOCKS;
+    uint64_t count = 0;
+    if (notice.count <= PD_NOTICE_SEALS_MAX && notice.groups <= PD_NOTICE_SEALS_MAX &&
+        notice.slices <= PD_NOTICE_SEALS_MAX)
+        count = (uint64_t)notice.count * notice.groups * notice.slices;
     if ((kind != PD_NOTICE_BLOCKS && kind != PD_NOTICE_ABORT) || sealed > 1 ||
-        notice.count > PD_NOTICE_BLOCKS_MAX || (kind == PD_NOTICE_BLOCKS && notice.count == 0) ||
-        len != HEAD_BYTES + (sealed != 0 ? 8 * (size_t)notice.count : 0))
+        (blocks && (count == 0 || count > PD_NOTICE_SEALS_MAX)) || (!blocks && sealed != 0) ||
+        len != HEAD_BYTES + (sealed != 0 ? 8 * (size_t)count : 0))
         return PD_E_INVALID;
     notice.kind = (pd_notice_kind)kind;
-    for (uint32_t i = 0; sealed != 0 && i < notice.count; i++)
+    for (uint32_t i = 0; sealed != 0 && i < count; i++)
         seals[i] = take(&at, 8);
     notice.seals = sealed != 0 ? seals : NULL;
     *notice_out = notice;

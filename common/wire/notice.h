@@ -18,19 +18,22 @@ typedef struct pd_notice {
     pd_notice_kind kind;
     pd_request_key key;
     uint64_t sender, receiver; /* incarnations */
-    uint32_t group;
+    uint32_t group;            /* the first of groups */
+    uint32_t groups;      /* layer groups that this notice speaks of, each with all its blocks */
     uint32_t first_block; /* index in the request's prompt */
     uint32_t count;
     uint32_t valid_tokens; /* of the last block of the run: fewer than a block's when partial */
-    const uint64_t *seals; /* [count] common/kv/seal, all heads; NULL: not sealed */
+    uint32_t slices;       /* seals of a block of a group: one for each slice of its KV heads */
+    const uint64_t *seals; /* [groups][count][slices] common/kv/seal; NULL: not sealed */
 } pd_notice;
 
-/* Blocks a notice can carry seals for. */
-#define PD_NOTICE_BLOCKS_MAX 512
+/* Seals a notice can carry: groups * count * slices of a PD_NOTICE_BLOCKS is not more, sealed or
+ * not. */
+#define PD_NOTICE_SEALS_MAX  512
+#define PD_NOTICE_BLOCKS_MAX PD_NOTICE_SEALS_MAX
 
-/* Writes at most PD_TRANSFER_NOTICE_BYTES_MAX bytes; returns how many. count <=
- * PD_NOTICE_BLOCKS_MAX. */
+/* Writes at most PD_TRANSFER_NOTICE_BYTES_MAX bytes; returns how many. */
 size_t pd_notice_pack(const pd_notice *notice, unsigned char *bytes);
-/* seals: [PD_NOTICE_BLOCKS_MAX], filled and pointed to. PD_E_INVALID: not a notice. */
+/* seals: [PD_NOTICE_SEALS_MAX], filled and pointed to. PD_E_INVALID: not a notice. */
 PD_CHECKED pd_status pd_notice_unpack(const unsigned char *bytes, size_t len, uint64_t *seals,
                                       pd_notice *notice_out);

@@ -47,6 +47,17 @@ typedef struct pd_role_sink {
     pd_status (*notify)(void *ctx, pd_peer peer, const pd_notice *notice);
     /* The seal of one landed block of one layer group as it lies in the own pool (decode workers;
      * called only with options.seals). index: in the request's prompt. */
+    /* Puts the blocks and then says so with notices. What it points to is copied. PD_OK: exactly
+     * one PD_TRANSFER_SENT with its ticket follows, when all of it has landed or failed. How many
+     * shipments may wait is the carrier's: PD_E_OVERLOAD, try again after the next SENT or tick.
+     * Shipments of several tickets to one peer share it fairly. */
+    pd_status (*ship)(void *ctx, const pd_shipment *shipment);
+    /* Drops what was not posted yet of that ticket: its PD_TRANSFER_SENT come, PD_E_CANCELLED. */
+    void (*unship)(void *ctx, uint64_t ticket);
+    /* Compares landed blocks with their seals, on another thread; copies what it points to. PD_OK:
+     * on_checked follows. PD_E_OVERLOAD: too many wait, try again after the next on_checked or
+     * tick. Until then the blocks must not be written by this worker. */
+    pd_status (*verify)(void *ctx, const pd_check *check);
     uint64_t (*seal)(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
                      pd_block block, uint32_t valid_tokens);
 } pd_role_sink;
@@ -71,6 +82,11 @@ typedef struct pd_role_ops {
      * this role does not handle are ignored. */
     void (*on_message)(pd_role_core *core, uint64_t router, const pd_message *message,
                        uint64_t now_ns);
+    /* The KV of the running step is final in every layer of that group: it may be shipped. In
+     * order, each group once, before on_step_done. NULL: the role does not care. */
+    void (*on_group)(pd_role_core *core, pd_step *step, uint32_t group, uint64_t now_ns);
+    /* NULL: the role verifies nothing. */
+    void (*on_checked)(pd_role_core *core, const pd_checked *checked, uint64_t now_ns);
     void (*on_step_done)(pd_role_core *core, pd_step *step, uint64_t now_ns);
     void (*on_transfer)(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns);
     /* Deadlines, expiries, lost routers, the ledger's check. At least every 100 ms. */

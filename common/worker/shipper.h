@@ -1,7 +1,7 @@
 #pragma once
 
 /* common/worker/shipper.h - what carries out the ship plans of steps, as the runtime sees it.
- * prefill-worker/ship fills it. */
+ * common/worker/ship fills it. */
 
 #include "common/kv/layout.h"
 #include "common/transfer/transfer.h"

@@ -49,6 +49,38 @@ typedef struct pd_step {
     uint64_t started_ns, finished_ns;
 } pd_step;
 
+/* Blocks to put into another worker's pool, for pd_role_sink.ship: for each group of
+ * [group_first, group_first + groups) blocks first .. first + count - 1 of a request. */
+typedef struct pd_shipment {
+    pd_peer peer;
+    uint64_t ticket; /* comes back in the one PD_TRANSFER_SENT of this shipment */
+    pd_request_key key;
+    uint64_t receiver; /* incarnation */
+    uint32_t group_first, groups;
+    uint32_t first, count;   /* blocks of the request; at least 1 */
+    const pd_block *sources; /* [count] in the own pool */
+    const pd_block *targets; /* [count] in the receiver's pool */
+    uint32_t valid_tokens;   /* of the last block: fewer than a block's at a sequence's end */
+} pd_shipment;
+
+/* Blocks that have landed, for pd_role_sink.verify: the same range as a notice names. */
+typedef struct pd_check {
+    uint64_t ticket; /* the core's own name for it */
+    pd_request_key key;
+    uint32_t group_first, groups;
+    uint32_t first, count;
+    const pd_block *blocks; /* [count] in the own pool */
+    uint32_t valid_tokens;
+    uint32_t slices;       /* seals of a block of a group: one a slice of its KV heads */
+    const uint64_t *seals; /* [groups][count][slices] */
+} pd_check;
+
+typedef struct pd_checked {
+    uint64_t ticket;
+    bool good;
+    uint32_t bad_group, bad_block; /* the first that does not match; block as in the request */
+} pd_checked;
+
 /* Notices that a ship of count blocks takes: one a layer group and PD_NOTICE_BLOCKS_MAX blocks. */
 uint32_t pd_ship_notices(uint32_t count, uint32_t groups);
 /* The request's part of a seal's place (common/kv/seal): of all routers, one number. */

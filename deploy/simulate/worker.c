@@ -390,6 +390,8 @@ static void ship_group(sim_worker *worker, uint32_t group, pd_step_slice *slice)
                             .sender = worker->incarnation,
                             .receiver = ship->receiver,
                             .group = group,
+                            .groups = 1,
+                            .slices = 1,
                             .first_block = ship->first + from,
                             .count = count,
                             .valid_tokens = last ? ship->valid_tokens : plan->layout.block_tokens,

@@ -4,6 +4,7 @@
 #include "common/base/clock.h"
 #include "common/base/mem.h"
 #include "common/kv/prefix_hash.h"
+#include "common/wire/unpack.h"
 #include "decode-worker/decode.h"
 #include "deploy/simulate/worker.h"
 #include "prefill-worker/prefill.h"

@@ -1,6 +1,7 @@
 #include "tests/unit/router/fake.h"
 #include "common/base/buf.h"
 #include "common/wire/bus.h"
+#include "common/wire/unpack.h"
 
 #include <stdio.h>
 

@@ -548,7 +548,7 @@ static void smaller_context(pd_msg_hello *hello)
 static void a_worker_that_differs_is_refused_and_both_values_are_named(void **state)
 {
     (void)state;
-    refuse(other_version, "7", "router 1");
+    refuse(other_version, "7", "router 2");
     refuse(other_model, "000000000000abcd", "0000000000000001");
     refuse(other_name, "'another'", "'fake'");
     refuse(other_layout, "f16 other", "f16 fake");

@@ -4,6 +4,7 @@
 #include "common/transfer/transfer.h"
 #include "common/wire/messages.h"
 #include "common/wire/notice.h"
+#include "common/wire/unpack.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -16,6 +17,82 @@
 static const pd_request_key KEY = {.router = 0xfedcba9876543210ull, .number = 77, .epoch = 3};
 static const uint32_t TOKENS[] = {1, 2, 49151, UINT32_MAX};
 static const pd_hash128 HASHES[] = {{1, 2}, {UINT64_MAX, 0}, {0x0123456789abcdefull, 42}};
+
+static const pd_msg_peer PEER = {.name = "decode-1",
+                                 .incarnation = 12,
+                                 .pid = 4321,
+                                 .host = 78,
+                                 .started = 555,
+                                 .transfer_address = "q\0r",
+                                 .transfer_address_len = 3};
+
+static void fill_moves(pd_message *m)
+{
+    static const pd_audit_entry entries[] = {
+        {.key = {1, 2, 3}, .state = PD_AUDIT_WAITING, .blocks = 0},
+        {.key = {1, 4, 1}, .state = PD_AUDIT_QUARANTINED, .blocks = 9}};
+    static const uint64_t waits_for[] = {5, UINT64_MAX};
+
+    switch (m->kind) {
+    case PD_MSG_PREFILL_STARTED:
+        m->prefill_started = (pd_msg_prefill_started){
+            .key = KEY, .pull_first = 2, .pull_blocks = TOKENS, .pull_blocks_count = 4};
+        break;
+    case PD_MSG_LANDED: m->landed = (pd_msg_landed){.key = KEY, .started = true}; break;
+    case PD_MSG_REFETCH:
+        m->refetch = (pd_msg_refetch){
+            .key = KEY, .group = 1, .first_block = 2, .count = 3, .reason = "a seal"};
+        break;
+    case PD_MSG_SUSPENDED:
+        m->suspended = (pd_msg_suspended){.key = KEY, .answered = 4, .kv_tokens = 50, .blocks = 4};
+        break;
+    case PD_MSG_SHIP_DONE:
+        m->ship_done = (pd_msg_ship_done){.key = KEY,
+                                          .status = PD_E_PEER,
+                                          .ship_ms = 2,
+                                          .ship_bytes = 1ull << 40,
+                                          .reason = "cut",
+                                          .may_land = true,
+                                          .again = 1};
+        break;
+    case PD_MSG_AUDIT_REPLY:
+        m->audit_reply = (pd_msg_audit_reply){.incarnation = 9,
+                                              .serial = 8,
+                                              .ledger = {15, 1, 2, 3, 4, 5},
+                                              .entries = entries,
+                                              .entries_count = 2,
+                                              .waits_for = waits_for,
+                                              .waits_for_count = 2};
+        break;
+    case PD_MSG_BIND: m->bind.key = KEY; break;
+    case PD_MSG_TARGETS:
+        m->targets =
+            (pd_msg_targets){.key = KEY, .held_blocks = 1, .blocks = TOKENS, .blocks_count = 4};
+        break;
+    case PD_MSG_RELEASE: m->release.key = KEY; break;
+    case PD_MSG_SHIP_AGAIN:
+        m->ship_again = (pd_msg_ship_again){.key = KEY, .group = 1, .first_block = 2, .count = 3};
+        break;
+    case PD_MSG_SHIP_REQUEST:
+        m->ship_request = (pd_msg_ship_request){.key = KEY,
+                                                .id = "cmpl-1",
+                                                .source_epoch = 2,
+                                                .receiver = PEER,
+                                                .first_block = 1,
+                                                .blocks = TOKENS,
+                                                .blocks_count = 4,
+                                                .hashes = HASHES,
+                                                .hashes_count = 3,
+                                                .kv_tokens = 70,
+                                                .deadline_ms = 100};
+        break;
+    case PD_MSG_PULL_END:
+        m->pull_end = (pd_msg_pull_end){.key = KEY, .may_land = true, .reason = "gone"};
+        break;
+    case PD_MSG_AUDIT: m->audit.serial = 3; break;
+    default: fail();
+    }
+}
 
 static void fill(pd_message *m, pd_message_kind kind)
 {
@@ -50,7 +127,9 @@ static void fill(pd_message *m, pd_message_kind kind)
                                   .transfer_address = "a\0b",
                                   .transfer_address_len = 3,
                                   .pid = 1234,
-                                  .host = 77};
+                                  .host = 77,
+                                  .started = 99,
+                                  .session = 2};
         break;
     case PD_MSG_HEARTBEAT:
         m->heartbeat = (pd_msg_heartbeat){.incarnation = 99,
@@ -76,6 +155,7 @@ static void fill(pd_message *m, pd_message_kind kind)
                                               .blocks = TOKENS,
                                               .blocks_count = 4,
                                               .retry_after_ms = 100,
+                                              .bound = true,
                                               .reason = "full"};
         break;
     case PD_MSG_PREFILL_DONE:
@@ -87,6 +167,7 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                 .compute_ms = 2,
                                                 .ship_ms = 3,
                                                 .may_land = true,
+                                                .again = 2,
                                                 .ship_bytes = 1ull << 40,
                                                 .reason = ""};
         break;
@@ -137,7 +218,10 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                   .max_tokens = 9,
                                                   .hashes = HASHES,
                                                   .hashes_count = 3,
-                                                  .ttl_ms = 1000};
+                                                  .ttl_ms = 1000,
+                                                  .sender = PEER,
+                                                  .bind = true,
+                                                  .priority = -3};
         break;
     case PD_MSG_PREFILL_REQUEST:
         m->prefill_request = (pd_msg_prefill_request){.key = KEY,
@@ -156,7 +240,12 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                       .held_blocks = 1,
                                                       .blocks = TOKENS,
                                                       .blocks_count = 3,
-                                                      .deadline_ms = 100};
+                                                      .deadline_ms = 100,
+                                                      .prompt_tokens = 3,
+                                                      .priority = 7,
+                                                      .pull = PEER,
+                                                      .pull_blocks = 2,
+                                                      .pull_ms = 50};
         break;
     case PD_MSG_DECODE_START:
         m->decode_start = (pd_msg_decode_start){.key = KEY,
@@ -171,9 +260,10 @@ static void fill(pd_message *m, pd_message_kind kind)
     case PD_MSG_CANCEL:
         m->cancel.key = KEY;
         m->cancel.unwritten = true;
+        m->cancel.keep = true;
         break;
     case PD_MSG_SNAPSHOT_REQUEST: m->snapshot_request.router = 5; break;
-    default: fail();
+    default: fill_moves(m); break;
     }
 }
 
@@ -317,6 +407,8 @@ static void a_notice_survives_and_damage_is_refused(void **state)
     unsigned char bytes[PD_TRANSFER_NOTICE_BYTES_MAX];
     uint64_t seals[PD_NOTICE_BLOCKS_MAX], got[PD_NOTICE_BLOCKS_MAX];
     pd_notice in = {.kind = PD_NOTICE_BLOCKS,
+                    .groups = 1,
+                    .slices = 1,
                     .key = KEY,
                     .sender = 5,
                     .receiver = 6,
@@ -334,7 +426,8 @@ static void a_notice_survives_and_damage_is_refused(void **state)
     assert_int_equal(pd_notice_unpack(bytes, len, got, &out), PD_OK);
     assert_memory_equal(got, seals, sizeof seals);
     assert_true(out.key.router == KEY.router && out.sender == 5 && out.receiver == 6);
-    assert_true(out.group == 2 && out.first_block == 9 && out.valid_tokens == 11);
+    assert_true(out.groups == 1 && out.slices == 1 && out.group == 2 && out.first_block == 9 &&
+                out.valid_tokens == 11);
     for (size_t cut = 0; cut < len; cut++)
         assert_int_equal(pd_notice_unpack(bytes, cut, got, &out), PD_E_INVALID);
     in.kind = PD_NOTICE_ABORT;

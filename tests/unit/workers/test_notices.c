@@ -50,6 +50,8 @@ static world *leased(void)
 static pd_notice fitting(const world *w, uint32_t group)
 {
     return (pd_notice){.kind = PD_NOTICE_BLOCKS,
+                       .groups = 1,
+                       .slices = 1,
                        .key = the_key,
                        .sender = w->prefill.options.incarnation,
                        .receiver = w->decode.options.incarnation,

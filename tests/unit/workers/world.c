@@ -347,6 +347,8 @@ static void post_ship(world_worker *worker, pd_step_slice *slice, uint32_t group
         packet.notice = true;
         packet.bytes_len = pd_notice_pack(
             &(pd_notice){.kind = PD_NOTICE_BLOCKS,
+                         .groups = 1,
+                         .slices = 1,
                          .key = ship->key,
                          .sender = packet.sender,
                          .receiver = packet.receiver,

@@ -1,6 +1,6 @@
 #pragma once
 
-/* prefill-worker/ship.h - layer groups leave as they are done.
+/* common/worker/ship.h - layer groups leave as they are done.
  *
  * Carries out the ship plans of a step: when a layer group is finished, its blocks are put, one put
  * for each run of blocks that are neighbours in both pools, and then their notice with the seals.
@@ -13,4 +13,4 @@
 
 #include "common/worker/shipper.h"
 
-extern const pd_shipper_ops prefill_shipper;
+extern const pd_shipper_ops pd_worker_shipper;

@@ -1,4 +1,4 @@
-#include "prefill-worker/ship.h"
+#include "common/worker/ship.h"
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
@@ -144,6 +144,8 @@ static pd_status ship_part(pd_shipper *shipper, const pd_ship *ship, uint32_t gr
         .sender = shipper->incarnation,
         .receiver = ship->receiver,
         .group = group,
+        .groups = 1,
+        .slices = 1,
         .first_block = ship->first + from,
         .count = end - from,
         .valid_tokens = last_valid,
@@ -189,7 +191,7 @@ static pd_status ship_notify(pd_shipper *shipper, pd_peer peer, const pd_notice 
     return status;
 }
 
-const pd_shipper_ops prefill_shipper = {
+const pd_shipper_ops pd_worker_shipper = {
     .create = ship_create,
     .destroy = ship_destroy,
     .set_peer = ship_set_peer,

@@ -1,29 +1,29 @@
-#include "prefill-worker/links.h"
+#include "common/worker/links.h"
 
 #include "common/base/mem.h"
 
 #include <stdio.h>
 #include <string.h>
 
-pd_status prefill_links_init(prefill_links *links, uint32_t peers_max, const pd_role_sink *sink)
+pd_status pd_links_init(pd_links *links, uint32_t peers_max, const pd_role_sink *sink)
 {
-    *links = (prefill_links){.count = peers_max * 2, .tag_next = 1, .sink = sink};
+    *links = (pd_links){.count = peers_max * 2, .tag_next = 1, .sink = sink};
     links->links = pd_calloc(links->count, sizeof *links->links);
     return links->links == NULL ? PD_E_NOMEM : PD_OK;
 }
 
-void prefill_links_fini(prefill_links *links)
+void pd_links_fini(pd_links *links)
 {
     pd_free(links->links);
-    *links = (prefill_links){0};
+    *links = (pd_links){0};
 }
 
-static bool live(const prefill_link *link)
+static bool live(const pd_link *link)
 {
-    return link->state != PREFILL_LINK_NONE && link->state != PREFILL_LINK_CLOSING;
+    return link->state != PD_LINK_NONE && link->state != PD_LINK_CLOSING;
 }
 
-prefill_link *prefill_links_by_incarnation(prefill_links *links, uint64_t incarnation)
+pd_link *pd_links_by_incarnation(pd_links *links, uint64_t incarnation)
 {
     for (uint32_t i = 0; i < links->count; i++) {
         if (live(&links->links[i]) && links->links[i].incarnation == incarnation)
@@ -32,16 +32,16 @@ prefill_link *prefill_links_by_incarnation(prefill_links *links, uint64_t incarn
     return NULL;
 }
 
-prefill_link *prefill_links_by_tag(prefill_links *links, uint64_t tag)
+pd_link *pd_links_by_tag(pd_links *links, uint64_t tag)
 {
     for (uint32_t i = 0; i < links->count; i++) {
-        if (links->links[i].state != PREFILL_LINK_NONE && links->links[i].tag == tag)
+        if (links->links[i].state != PD_LINK_NONE && links->links[i].tag == tag)
             return &links->links[i];
     }
     return NULL;
 }
 
-prefill_link *prefill_links_by_name(prefill_links *links, const char *name)
+pd_link *pd_links_by_name(pd_links *links, const char *name)
 {
     for (uint32_t i = 0; i < links->count; i++) {
         if (live(&links->links[i]) && strcmp(links->links[i].name, name) == 0)
@@ -50,18 +50,18 @@ prefill_link *prefill_links_by_name(prefill_links *links, const char *name)
     return NULL;
 }
 
-prefill_link *prefill_links_add(prefill_links *links, const pd_msg_peer_up *peer)
+pd_link *pd_links_add(pd_links *links, const pd_msg_peer_up *peer)
 {
     if (peer->transfer_address_len == 0 || peer->transfer_address_len > PD_WORKER_ADDRESS_BYTES_MAX)
         return NULL;
     for (uint32_t i = 0; i < links->count; i++) {
-        prefill_link *link = &links->links[i];
-        if (link->state != PREFILL_LINK_NONE)
+        pd_link *link = &links->links[i];
+        if (link->state != PD_LINK_NONE)
             continue;
-        *link = (prefill_link){.state = PREFILL_LINK_WAITING,
-                               .incarnation = peer->incarnation,
-                               .tag = links->tag_next++,
-                               .address_len = peer->transfer_address_len};
+        *link = (pd_link){.state = PD_LINK_WAITING,
+                          .incarnation = peer->incarnation,
+                          .tag = links->tag_next++,
+                          .address_len = peer->transfer_address_len};
         snprintf(link->name, sizeof link->name, "%s", peer->name);
         memcpy(link->address, peer->transfer_address, peer->transfer_address_len);
         return link;
@@ -69,24 +69,24 @@ prefill_link *prefill_links_add(prefill_links *links, const pd_msg_peer_up *peer
     return NULL;
 }
 
-pd_status prefill_links_connect(prefill_links *links, prefill_link *link)
+pd_status pd_links_connect(pd_links *links, pd_link *link)
 {
-    pd_assert(link->state == PREFILL_LINK_WAITING);
+    pd_assert(link->state == PD_LINK_WAITING);
     pd_status status = links->sink->connect(links->sink->ctx, link->address, link->address_len,
                                             link->tag, &link->peer);
     if (status == PD_OK)
-        link->state = PREFILL_LINK_CONNECTING;
+        link->state = PD_LINK_CONNECTING;
     else if (status != PD_E_OVERLOAD)
-        link->state = PREFILL_LINK_NONE;
+        link->state = PD_LINK_NONE;
     return status;
 }
 
-void prefill_links_close(prefill_links *links, prefill_link *link)
+void pd_links_close(pd_links *links, pd_link *link)
 {
-    if (link->state == PREFILL_LINK_WAITING) {
-        link->state = PREFILL_LINK_NONE;
+    if (link->state == PD_LINK_WAITING) {
+        link->state = PD_LINK_NONE;
     } else if (live(link)) {
-        link->state = PREFILL_LINK_CLOSING;
+        link->state = PD_LINK_CLOSING;
         if (links->held)
             link->close_owed = true;
         else
@@ -94,18 +94,18 @@ void prefill_links_close(prefill_links *links, prefill_link *link)
     }
 }
 
-void prefill_links_hold(prefill_links *links)
+void pd_links_hold(pd_links *links)
 {
     pd_assert(!links->held);
     links->held = true;
 }
 
-void prefill_links_let_go(prefill_links *links)
+void pd_links_let_go(pd_links *links)
 {
     pd_assert(links->held);
     links->held = false;
     for (uint32_t i = 0; i < links->count; i++) {
-        prefill_link *link = &links->links[i];
+        pd_link *link = &links->links[i];
         if (!link->close_owed)
             continue;
         link->close_owed = false;
@@ -113,7 +113,7 @@ void prefill_links_let_go(prefill_links *links)
     }
 }
 
-void prefill_links_closed(prefill_link *link)
+void pd_links_closed(pd_link *link)
 {
-    link->state = PREFILL_LINK_NONE;
+    link->state = PD_LINK_NONE;
 }
