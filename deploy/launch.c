@@ -3,6 +3,7 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/base/process.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -143,7 +144,7 @@ pd_status launch_start(const launch_shared *shared, const char *binary, bool tru
     service->process.pid = pid;
     service->started_unix_ms = pd_clock_unix_ms();
     /* our child: not reaped yet, so the entry in /proc is its own, even when it is a zombie */
-    if (state_process_start(pid, &service->process.start) != PD_OK)
+    if (pd_process_started(pid, &service->process.start) != PD_OK)
         service->process.start = 0;
     status = PD_OK;
 out:

@@ -3,6 +3,7 @@
 #include "common/base/clock.h"
 #include "common/base/json.h"
 #include "common/base/log.h"
+#include "common/base/process.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -26,38 +27,11 @@ static void path_of(const char *state_dir, const char *name, char out[PATH_BYTES
 
 /* --- processes --- */
 
-pd_status state_process_start(pid_t pid, uint64_t *start_out)
-{
-    char path[64], text[1024], state_letter;
-    unsigned long long start;
-
-    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return PD_E_NOT_FOUND;
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (n <= 0)
-        return PD_E_NOT_FOUND;
-    text[n] = '\0';
-    /* the name, field 2, stands in brackets and may hold anything; start time is field 22 */
-    const char *after = strrchr(text, ')');
-    if (after == NULL || sscanf(after + 1,
-                                " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d "
-                                "%*d %*d %*d %llu",
-                                &state_letter, &start) != 2)
-        return PD_E_NOT_FOUND;
-    if (state_letter == 'Z' || state_letter == 'X')
-        return PD_E_NOT_FOUND;
-    *start_out = start;
-    return PD_OK;
-}
-
 bool state_process_alive(const state_process *process)
 {
     uint64_t start;
 
-    return process->pid > 0 && state_process_start(process->pid, &start) == PD_OK &&
+    return process->pid > 0 && pd_process_started(process->pid, &start) == PD_OK &&
            start == process->start;
 }
 

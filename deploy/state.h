@@ -40,8 +40,6 @@ typedef struct state {
     state_service services[STATE_SERVICES_MAX];
 } state;
 
-/* Reads /proc; PD_E_NOT_FOUND when there is no such process (or it is a zombie). */
-PD_CHECKED pd_status state_process_start(pid_t pid, uint64_t *start_out);
 bool state_process_alive(const state_process *process);
 /* Sends the signal if it is still that process. True: sent. */
 bool state_process_signal(const state_process *process, int signal);

@@ -4,6 +4,7 @@
 #include "common/base/json.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/base/process.h"
 #include "deploy/http_get.h"
 #include "deploy/launch.h"
 #include "deploy/state.h"
@@ -556,7 +557,7 @@ static void start_all(supervisor *s)
 {
     s->started_ns = pd_clock_now_ns();
     s->state->supervisor.pid = getpid();
-    if (state_process_start(getpid(), &s->state->supervisor.start) != PD_OK)
+    if (pd_process_started(getpid(), &s->state->supervisor.start) != PD_OK)
         s->result = PD_E_INTERNAL;
     say(s, 'P', "starting cluster '%s': 1 router, %u prefill, %u decode (logs: %s/logs)",
         s->deployment->cluster, s->deployment->prefill.workers, s->deployment->decode.workers,

@@ -138,6 +138,7 @@ static void tell_peer(router_cluster *cluster, const router_worker *to, router_w
     up->incarnation = peer->hello.incarnation;
     up->pid = peer->hello.pid;
     up->host = peer->hello.host;
+    up->started = peer->hello.started;
     if (to->hello.role == PD_ROLE_PREFILL) {
         up->transfer_address = peer->address;
         up->transfer_address_len = peer->hello.transfer_address_len;

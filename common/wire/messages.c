@@ -368,6 +368,7 @@ static pd_status pack_peer_up(packing *pack, const pd_msg_peer_up *in)
     out->transfer_address = borrow(in->transfer_address, in->transfer_address_len);
     out->pid = in->pid;
     out->host = in->host;
+    out->started = in->started;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_PEER_UP;
     pack->envelope.peer_up = out;
     return PD_OK;

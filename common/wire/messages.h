@@ -295,6 +295,7 @@ typedef struct pd_msg_peer_up {
     size_t transfer_address_len;
     int64_t pid; /* on that host; 0: unknown */
     uint64_t host;
+    uint64_t started; /* as in pd_msg_peer */
 } pd_msg_peer_up;
 
 /* The router has given that incarnation up: silent, or replaced, or it left. It may be a process

@@ -412,6 +412,7 @@ static void take_peer_up(unpacking *un, const Kvw__PeerUp *in, pd_msg_peer_up *o
     out->transfer_address_len = in->transfer_address.len;
     out->pid = in->pid;
     out->host = in->host;
+    out->started = in->started;
 }
 
 static void take_lease_request(unpacking *un, const Kvw__LeaseRequest *in,

@@ -4,10 +4,11 @@
 #include "common/base/log.h"
 #include "common/base/loop.h"
 #include "common/base/mem.h"
+#include "common/base/peer_watch.h"
+#include "common/base/process.h"
 #include "common/kv/seal.h"
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
-#include "common/worker/peer_watch.h"
 #include "common/worker/routers.h"
 
 #include <signal.h>
@@ -32,7 +33,8 @@ typedef struct worker {
     pd_peer_watch *peers;            /* of whom it matters whether they are dead */
     uint64_t unfenced[UNFENCED_MAX]; /* dead, and the transfer was not told yet: it was busy */
     uint32_t unfenced_count;
-    uint64_t host;
+    uint64_t host, started; /* of this process */
+    uint32_t session;       /* how often what a router had here was dropped */
     pd_loop_timer *tick_timer, *beat_timer;
     uint64_t layout_fingerprint;
     unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX];
@@ -171,6 +173,8 @@ static void say_hello(worker *w)
     hello->transfer_address_len = w->address_len;
     hello->pid = getpid();
     hello->host = w->host;
+    hello->started = w->started;
+    hello->session = w->session;
     w->hello_ns = pd_clock_now_ns();
     /* Not there yet is how every cluster starts: no warning. */
     if (pd_bus_send(w->bus, NULL, &message) != PD_OK)
@@ -250,6 +254,33 @@ static void on_peer_dead(void *ctx, uint64_t incarnation)
     fence_off(w, incarnation);
 }
 
+static void watch_peer(worker *w, uint64_t incarnation, uint64_t host, int64_t pid,
+                       uint64_t started)
+{
+    if (w->ops->peer_dead != NULL && host == w->host && host != 0)
+        pd_peer_watch_add(w->peers, incarnation, pid, started);
+}
+
+/* Whoever may write here is watched before the core hears of it. Each message that names one says
+ * who it is, so none of them may be lost. */
+static void watch_writers(worker *w, const pd_message *message)
+{
+    const pd_msg_peer *peer;
+
+    if (message->kind == PD_MSG_PEER_UP) {
+        const pd_msg_peer_up *up = &message->peer_up;
+        watch_peer(w, up->incarnation, up->host, up->pid, up->started);
+        return;
+    }
+    if (message->kind == PD_MSG_LEASE_REQUEST)
+        peer = &message->lease_request.sender;
+    else if (message->kind == PD_MSG_PREFILL_REQUEST)
+        peer = &message->prefill_request.pull;
+    else
+        return;
+    watch_peer(w, peer->incarnation, peer->host, peer->pid, peer->started);
+}
+
 static void on_message(void *ctx, const char *from, const pd_message *message)
 {
     worker *w = ctx;
@@ -275,9 +306,7 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
         return;
     w->router_heard_ns = now_ns;
     pd_message gone;
-    if (message->kind == PD_MSG_PEER_UP && w->ops->peer_dead != NULL &&
-        message->peer_up.host == w->host && w->host != 0)
-        pd_peer_watch_add(w->peers, message->peer_up.incarnation, message->peer_up.pid);
+    watch_writers(w, message);
     if (message->kind == PD_MSG_PEER_GONE && w->ops->peer_dead != NULL) {
         gone = *message;
         gone.peer_gone.may_write = true; /* until it is fenced off */
@@ -363,9 +392,13 @@ static void on_tick(void *ctx)
 
     fence_again(w);
     w->ops->on_tick(w->core, now_ns);
-    w->router_heard_ns += pd_own_pause_ns(&w->ticked_ns, now_ns);
+    uint64_t heard_ns = w->router_heard_ns + pd_own_pause_ns(&w->ticked_ns, now_ns);
+    w->router_heard_ns = heard_ns < now_ns ? heard_ns : now_ns;
     if (w->router != 0 && now_ns > w->router_heard_ns + w->lost_after_ns) {
-        pd_log_warn("msg=\"the router is silent\" router=%016llx", (unsigned long long)w->router);
+        /* The core has just done the same sum, and dropped what that router had here. */
+        w->session++;
+        pd_log_warn("msg=\"the router is silent\" router=%016llx session=%u",
+                    (unsigned long long)w->router, w->session);
         w->router = 0;
     }
     if (w->router == 0 && w->drain_until_ns == 0 && now_ns >= w->hello_ns + HELLO_NS)
@@ -496,7 +529,9 @@ static pd_status prepare(worker *w)
     if (status != PD_OK)
         return status;
     w->layout_fingerprint = pd_kv_layout_fingerprint(&w->setup.layout);
-    w->host = pd_peer_watch_host();
+    w->host = pd_process_host();
+    if (pd_process_started(getpid(), &w->started) != PD_OK)
+        pd_log_warn("msg=\"this process' start cannot be told: /proc is hidden\"");
     w->beat_ns = w->setup.deployment.heartbeat.interval_ns;
     w->lost_after_ns = w->setup.deployment.heartbeat.lost_after_ns;
     pack_address(w);

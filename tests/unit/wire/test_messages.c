@@ -206,7 +206,8 @@ static void fill(pd_message *m, pd_message_kind kind)
                                       .transfer_address = "xyz",
                                       .transfer_address_len = 3,
                                       .pid = 1234,
-                                      .host = 77};
+                                      .host = 77,
+                                      .started = 88};
         break;
     case PD_MSG_PEER_GONE: m->peer_gone = (pd_msg_peer_gone){.name = "p", .incarnation = 3}; break;
     case PD_MSG_LEASE_REQUEST:

@@ -1,7 +1,8 @@
 /* A peer is dead when its process is, and not before. */
-#include "common/worker/peer_watch.h"
+#include "common/base/peer_watch.h"
 
 #include "common/base/clock.h"
+#include "common/base/process.h"
 
 #include <setjmp.h>
 #include <signal.h>
@@ -74,8 +75,8 @@ static void a_stopped_process_is_not_dead_and_a_killed_one_is(void **state)
     pid_t pid = sleeper();
 
     make(&f);
-    pd_peer_watch_add(f.watch, 7, pid);
-    pd_peer_watch_add(f.watch, 7, pid);
+    pd_peer_watch_add(f.watch, 7, pid, 0);
+    pd_peer_watch_add(f.watch, 7, pid, 0);
     assert_true(pd_peer_watch_alive(f.watch, 7));
     assert_false(pd_peer_watch_alive(f.watch, 8));
     assert_false(pd_peer_watch_alive(f.watch, 0));
@@ -103,11 +104,42 @@ static void one_that_is_dead_already_is_told_of(void **state)
     make(&f);
     kill(pid, SIGKILL);
     assert_int_equal(waitpid(pid, NULL, 0), pid);
-    pd_peer_watch_add(f.watch, 9, pid);
+    pd_peer_watch_add(f.watch, 9, pid, 0);
     assert_int_equal(f.dead_count, 1);
     assert_false(pd_peer_watch_alive(f.watch, 9));
-    pd_peer_watch_add(f.watch, 10, 0); /* a pid that nobody knows */
+    pd_peer_watch_add(f.watch, 10, 0, 0); /* a pid that nobody knows */
     assert_false(pd_peer_watch_alive(f.watch, 10));
+    done(&f);
+}
+
+static void a_pid_that_is_anothers_by_now_is_not_mistaken(void **state)
+{
+    (void)state;
+    fixture f;
+    uint64_t started;
+    pid_t pid = sleeper();
+
+    make(&f);
+    assert_int_equal(pd_process_started(pid, &started), PD_OK);
+    assert_true(started > 0);
+    pd_peer_watch_add(f.watch, 5, pid, started);
+    assert_true(pd_peer_watch_alive(f.watch, 5));
+    pd_peer_watch_add(f.watch, 6, pid, started - 1); /* the pid's owner of a tick before */
+    assert_int_equal(f.dead_count, 1);
+    assert_int_equal(f.dead[0], 6);
+    assert_false(pd_peer_watch_alive(f.watch, 6));
+    turn(&f, 20);
+    assert_int_equal(f.dead_count, 1);
+    kill(pid, SIGKILL);
+    for (int i = 0; i < 200 && f.dead_count == 1; i++)
+        turn(&f, 20);
+    assert_int_equal(f.dead[1], 5); /* a zombie: nobody has waited for it yet */
+    assert_int_equal(pd_process_started(pid, &started), PD_E_NOT_FOUND);
+    pd_peer_watch_add(f.watch, 8, pid, started);
+    for (int i = 0; i < 200 && f.dead_count == 2; i++)
+        turn(&f, 20);
+    assert_int_equal(f.dead[2], 8);
+    assert_int_equal(waitpid(pid, NULL, 0), pid);
     done(&f);
 }
 
@@ -118,10 +150,10 @@ static void more_peers_than_places_are_no_harm(void **state)
     pid_t pid = sleeper();
 
     make(&f);
-    for (uint64_t i = 1; i <= 300; i++)
-        pd_peer_watch_add(f.watch, i, pid);
+    for (uint64_t i = 1; i <= 1100; i++)
+        pd_peer_watch_add(f.watch, i, pid, 0);
     assert_true(pd_peer_watch_alive(f.watch, 1));
-    assert_false(pd_peer_watch_alive(f.watch, 300));
+    assert_false(pd_peer_watch_alive(f.watch, 1100));
     done(&f); /* with all of them watched */
     kill(pid, SIGKILL);
     assert_int_equal(waitpid(pid, NULL, 0), pid);
@@ -130,10 +162,10 @@ static void more_peers_than_places_are_no_harm(void **state)
 static void this_host_is_known_and_the_same(void **state)
 {
     (void)state;
-    uint64_t host = pd_peer_watch_host();
+    uint64_t host = pd_process_host();
 
     assert_true(host != 0);
-    assert_true(host == pd_peer_watch_host());
+    assert_true(host == pd_process_host());
 }
 
 int main(void)
@@ -141,6 +173,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_stopped_process_is_not_dead_and_a_killed_one_is),
         cmocka_unit_test(one_that_is_dead_already_is_told_of),
+        cmocka_unit_test(a_pid_that_is_anothers_by_now_is_not_mistaken),
         cmocka_unit_test(more_peers_than_places_are_no_harm),
         cmocka_unit_test(this_host_is_known_and_the_same),
     };

@@ -1,18 +1,15 @@
-#include "common/worker/peer_watch.h"
+#include "common/base/peer_watch.h"
 
-#include "common/base/hash.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/base/process.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <string.h>
 #include <sys/epoll.h>
 #include <sys/pidfd.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-enum { WATCHES_MAX = 256 };
+enum { WATCHES_MAX = 1024 };
 
 typedef struct watch_entry {
     uint64_t incarnation; /* 0: unused */
@@ -26,28 +23,6 @@ struct pd_peer_watch {
     void *ctx;
     watch_entry entries[WATCHES_MAX];
 };
-
-uint64_t pd_peer_watch_host(void)
-{
-    struct {
-        char boot[64];
-        uint64_t namespace;
-    } place;
-    struct stat info;
-
-    memset(&place, 0, sizeof place);
-    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    ssize_t len = fd < 0 ? -1 : read(fd, place.boot, sizeof place.boot);
-    if (fd >= 0)
-        close(fd);
-    if (len <= 0 || stat("/proc/self/ns/pid", &info) != 0) {
-        pd_log_warn(
-            "msg=\"which host this is cannot be told: a peer given up counts as dead: %m\"");
-        return 0;
-    }
-    place.namespace = info.st_ino;
-    return pd_hash64(&place, sizeof place, 0);
-}
 
 pd_status pd_peer_watch_create(pd_loop *loop, pd_peer_dead_fn *fn, void *ctx,
                                pd_peer_watch **watch_out)
@@ -99,20 +74,33 @@ static watch_entry *find(const pd_peer_watch *watch, uint64_t incarnation)
     return NULL;
 }
 
-void pd_peer_watch_add(pd_peer_watch *watch, uint64_t incarnation, int64_t pid)
+/* Whether another process has this pid by now. Asked after the pidfd is open, so that nobody can
+ * take the pid between the two. */
+static bool is_another(int64_t pid, uint64_t started)
+{
+    uint64_t now_there;
+
+    return started != 0 && pd_process_started(pid, &now_there) == PD_OK && now_there != started;
+}
+
+void pd_peer_watch_add(pd_peer_watch *watch, uint64_t incarnation, int64_t pid, uint64_t started)
 {
     watch_entry *entry = find(watch, 0);
 
     if (incarnation == 0 || pid <= 0 || pid > INT32_MAX || find(watch, incarnation) != NULL)
         return;
+    int fd = pidfd_open((pid_t)pid, 0);
+    if ((fd < 0 && errno == ESRCH) || (fd >= 0 && is_another(pid, started))) {
+        if (fd >= 0)
+            close(fd);
+        watch->fn(watch->ctx, incarnation);
+        return;
+    }
     if (entry == NULL) {
         pd_log_warn("msg=\"more peers than can be watched: one given up counts as dead\" pid=%lld",
                     (long long)pid);
-        return;
-    }
-    int fd = pidfd_open((pid_t)pid, 0);
-    if (fd < 0 && errno == ESRCH) {
-        watch->fn(watch->ctx, incarnation);
+        if (fd >= 0)
+            close(fd);
         return;
     }
     *entry = (watch_entry){.incarnation = incarnation, .fd = fd, .watch = watch};
