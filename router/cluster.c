@@ -307,6 +307,19 @@ bool router_worker_ready(const router_worker *worker)
            !worker->report.draining;
 }
 
+void router_worker_peer(const router_worker *worker, bool address, pd_msg_peer *peer_out)
+{
+    *peer_out = (pd_msg_peer){.incarnation = worker->hello.incarnation,
+                              .pid = worker->hello.pid,
+                              .host = worker->hello.host,
+                              .started = worker->hello.started};
+    memcpy(peer_out->name, worker->hello.name, sizeof peer_out->name);
+    if (address) {
+        peer_out->transfer_address = worker->address;
+        peer_out->transfer_address_len = worker->hello.transfer_address_len;
+    }
+}
+
 bool router_cluster_linked(const router_cluster *cluster, uint32_t prefill, uint32_t decode)
 {
     const router_worker *from = &cluster->workers[prefill];

@@ -96,4 +96,7 @@ uint64_t router_cluster_next_due(const router_cluster *cluster);
 void router_cluster_cancel(router_cluster *cluster, uint32_t slot, const pd_msg_cancel *cancel);
 
 bool router_worker_ready(const router_worker *worker); /* warm, not draining */
+/* The worker as a peer of another one. address: with where it is to be written to, borrowed from
+ * the worker. */
+void router_worker_peer(const router_worker *worker, bool address, pd_msg_peer *peer_out);
 bool router_cluster_linked(const router_cluster *cluster, uint32_t prefill, uint32_t decode);

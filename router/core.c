@@ -217,6 +217,15 @@ static void on_control(router_core *core, const char *from, const pd_message *me
     case PD_MSG_PREFILL_DONE:
         router_requests_on_prefill_done(core->requests, slot, &message->prefill_done, now_ns);
         break;
+    case PD_MSG_PREFILL_STARTED:
+        router_requests_on_prefill_started(core->requests, slot, &message->prefill_started);
+        break;
+    case PD_MSG_LANDED:
+        router_requests_on_landed(core->requests, slot, &message->landed, now_ns);
+        break;
+    case PD_MSG_REFETCH:
+        router_requests_on_refetch(core->requests, slot, &message->refetch, now_ns);
+        break;
     case PD_MSG_DECODE_FAILED:
         router_requests_on_decode_failed(core->requests, slot, &message->decode_failed, now_ns);
         break;

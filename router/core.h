@@ -159,6 +159,8 @@ typedef struct router_core_counters {
     uint64_t leases_refused, workers_registered, workers_refused, workers_lost;
     uint64_t tokens, tokens_dropped; /* dropped: duplicates, old epochs, other incarnations */
     uint64_t prompt_tokens, cached_tokens, shipped_bytes;
+    uint64_t refetches;     /* blocks that came wrong or not at all, asked for again */
+    uint64_t seal_failures; /* and were not right then either */
     uint64_t index_gaps;
     uint32_t queued, active; /* now */
 } router_core_counters;

@@ -100,16 +100,21 @@ static void retry_or_fail(router_requests *t, router_request *r, pd_role role, u
 
 /* ---- forward ---- */
 
-static void send_prefill(router_requests *t, router_request *r, const pd_msg_lease_reply *lease,
+static bool send_to(router_requests *t, uint32_t slot, const pd_message *message)
+{
+    return t->o.sink->send(t->o.sink->ctx, router_request_worker(t, slot)->identity, message);
+}
+
+static void send_prefill(router_requests *t, router_request *r, uint32_t held_blocks,
                          uint64_t now_ns)
 {
-    router_worker *prefill = router_request_worker(t, r->prefill);
     pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
     pd_msg_prefill_request *m = &message.prefill_request;
     m->key = r->key;
     memcpy(m->id, r->id, sizeof m->id);
     m->tokens = r->tokens;
     m->tokens_count = r->prompt_tokens;
+    m->prompt_tokens = r->prompt_tokens;
     m->hashes = r->hashes;
     m->hashes_count = r->hashes_count;
     m->sampling = r->sampling;
@@ -117,28 +122,50 @@ static void send_prefill(router_requests *t, router_request *r, const pd_msg_lea
     m->end_tokens_count = r->end_tokens_count;
     m->max_tokens = r->max_tokens;
     m->deadline_ms = (uint32_t)(t->o.config->prefill_ns / PD_NS_PER_MS);
-    if (lease != NULL) {
+    if (r->decode != ROUTER_NO_WORKER) {
         const router_worker *decode = router_request_worker(t, r->decode);
         m->ship = true;
         memcpy(m->decode, decode->hello.name, sizeof m->decode);
         m->decode_incarnation = decode->hello.incarnation;
-        m->held_blocks = lease->held_blocks;
-        m->blocks = lease->blocks;
-        m->blocks_count = lease->blocks_count;
+        m->held_blocks = held_blocks;
     }
-    if (!t->o.sink->send(t->o.sink->ctx, prefill->identity, &message)) {
+    if (!send_to(t, r->prefill, &message)) {
         char why[ROUTER_MESSAGE_BYTES];
         uint32_t slot = r->prefill;
-        snprintf(why, sizeof why, "prefill worker %s does not take messages", prefill->hello.name);
+        snprintf(why, sizeof why, "prefill worker %s does not take messages",
+                 router_request_worker(t, slot)->hello.name);
         router_request_block_worker(t, slot, ROUTER_BLOCKED_MS_MAX, now_ns);
         retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_unavailable", why, now_ns);
         return;
     }
     r->prefill_open = true;
+    r->prefill_holds = r->decode != ROUTER_NO_WORKER;
     r->state = ROUTER_REQUEST_PREFILLING;
     router_request_set_due(t, r, now_ns + t->o.config->prefill_ns);
     if (!r->charged_prefill)
         router_request_charge_prefill(t, r);
+}
+
+/* The promise is to be bound: its answer names the blocks. Lost ones are made good by the prefill
+ * worker, which says that it has started until it has its targets. */
+static void send_bind(router_requests *t, router_request *r)
+{
+    pd_message message = {.kind = PD_MSG_BIND, .bind = {.key = r->key}};
+    r->started = true;
+    if (r->decode_open && !send_to(t, r->decode, &message))
+        pd_log_req_debug(r->id, "msg=\"bind not taken\" worker=%s",
+                         router_request_worker(t, r->decode)->hello.name);
+}
+
+/* What it shipped is checked: the prefill worker's copies may go. */
+static void release_copies(router_requests *t, router_request *r)
+{
+    pd_message message = {.kind = PD_MSG_RELEASE, .release = {.key = r->key}};
+    r->landed = true;
+    if (!r->prefill_holds || r->prefill == ROUTER_NO_WORKER)
+        return;
+    if (send_to(t, r->prefill, &message))
+        r->prefill_holds = false;
 }
 
 static bool send_lease(router_requests *t, router_request *r)
@@ -150,12 +177,13 @@ static bool send_lease(router_requests *t, router_request *r)
     memcpy(m->id, r->id, sizeof m->id);
     memcpy(m->prefill, prefill->hello.name, sizeof m->prefill);
     m->prefill_incarnation = prefill->hello.incarnation;
+    router_worker_peer(prefill, false, &m->sender);
     m->prompt_tokens = r->prompt_tokens;
     m->max_tokens = r->max_tokens;
     m->hashes = r->hashes;
     m->hashes_count = r->hashes_count;
     m->ttl_ms = (uint32_t)(t->o.config->lost_after_ns / PD_NS_PER_MS);
-    return t->o.sink->send(t->o.sink->ctx, router_request_worker(t, r->decode)->identity, &message);
+    return send_to(t, r->decode, &message);
 }
 
 static void log_choice(const router_requests *t, const router_request *r, uint32_t candidates)
@@ -202,7 +230,7 @@ static bool try_place(router_requests *t, router_request *r, uint64_t now_ns)
         router_request_dequeue(t, r);
         r->queued_ns += now_ns - r->placed_ns;
         r->state = ROUTER_REQUEST_PREFILLING;
-        send_prefill(t, r, NULL, now_ns);
+        send_prefill(t, r, 0, now_ns);
         return true;
     }
     if (!send_lease(t, r)) {
@@ -389,24 +417,72 @@ static void lease_refused(router_requests *t, router_request *r, uint32_t slot,
     }
 }
 
+/* The lease is bound: the prefill worker hears where its blocks go. */
+static void send_targets(router_requests *t, router_request *r, const pd_msg_lease_reply *lease,
+                         uint64_t now_ns)
+{
+    char why[ROUTER_MESSAGE_BYTES];
+    if (!lease_is_sound(t, r, lease)) {
+        snprintf(why, sizeof why, "decode worker %s bound %u + %u blocks for %u tokens",
+                 router_request_worker(t, r->decode)->hello.name, lease->held_blocks,
+                 lease->blocks_count, r->prompt_tokens);
+        retry_or_fail(t, r, PD_ROLE_DECODE, r->decode, "worker_failed", why, now_ns);
+        return;
+    }
+    pd_message message = {.kind = PD_MSG_TARGETS,
+                          .targets = {.key = r->key,
+                                      .held_blocks = lease->held_blocks,
+                                      .blocks = lease->blocks,
+                                      .blocks_count = lease->blocks_count}};
+    if (!send_to(t, r->prefill, &message)) /* it asks again */
+        pd_log_req_debug(r->id, "msg=\"targets not taken\" worker=%s",
+                         router_request_worker(t, r->prefill)->hello.name);
+}
+
+static void on_bound(router_requests *t, router_request *r, const pd_msg_lease_reply *reply,
+                     uint64_t now_ns)
+{
+    bool waits = (r->state == ROUTER_REQUEST_PREFILLING || r->state == ROUTER_REQUEST_LANDING) &&
+                 r->prefill_open;
+    if (!waits)
+        return;
+    if (reply->status == PD_OK) {
+        send_targets(t, r, reply, now_ns);
+    } else if (reply->status != PD_E_OVERLOAD) { /* which is asked again with the next start */
+        char why[ROUTER_MESSAGE_BYTES];
+        snprintf(why, sizeof why, "decode worker %s could not bind the lease: %s%s%s",
+                 router_request_worker(t, r->decode)->hello.name, pd_status_name(reply->status),
+                 reply->reason[0] == '\0' ? "" : ": ", reply->reason);
+        r->decode_open = false;
+        retry_or_fail(t, r, PD_ROLE_DECODE, r->decode, "worker_failed", why, now_ns);
+    }
+}
+
 void router_requests_on_lease_reply(router_requests *t, uint32_t slot,
                                     const pd_msg_lease_reply *reply, uint64_t now_ns)
 {
     router_request *r = router_request_find_key(t, &reply->key);
-    if (r == NULL || r->state != ROUTER_REQUEST_LEASING || r->decode != slot)
+    if (r == NULL || r->decode != slot || !r->decode_open)
         return; /* too late: it was cancelled there already */
-    if (reply->status != PD_OK) {
+    if (reply->bound)
+        on_bound(t, r, reply, now_ns);
+    else if (r->state != ROUTER_REQUEST_LEASING)
+        return;
+    else if (reply->status != PD_OK)
         lease_refused(t, r, slot, reply, now_ns);
-    } else if (!lease_is_sound(t, r, reply)) {
-        char why[ROUTER_MESSAGE_BYTES];
-        snprintf(why, sizeof why, "decode worker %s leased %u + %u blocks for %u tokens",
-                 router_request_worker(t, slot)->hello.name, reply->held_blocks,
-                 reply->blocks_count, r->prompt_tokens);
-        retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
-    } else {
-        send_prefill(t, r, reply, now_ns);
-    }
+    else
+        send_prefill(t, r, reply->held_blocks <= r->hashes_count ? reply->held_blocks : 0, now_ns);
     router_requests_pump(t, now_ns);
+}
+
+void router_requests_on_prefill_started(router_requests *t, uint32_t slot,
+                                        const pd_msg_prefill_started *started)
+{
+    router_request *r = router_request_find_key(t, &started->key);
+    if (r == NULL || r->prefill != slot || !r->prefill_open)
+        return;
+    if (r->state == ROUTER_REQUEST_PREFILLING || r->state == ROUTER_REQUEST_LANDING)
+        send_bind(t, r);
 }
 
 static bool start_decode(router_requests *t, router_request *r, uint64_t now_ns)
@@ -423,9 +499,11 @@ static bool start_decode(router_requests *t, router_request *r, uint64_t now_ns)
     m->end_tokens_count = r->end_tokens_count;
     m->max_tokens = r->max_tokens;
     m->landing_ms = (uint32_t)(t->o.config->transfer_ns / PD_NS_PER_MS);
-    if (!t->o.sink->send(t->o.sink->ctx, router_request_worker(t, r->decode)->identity, &message))
+    if (!r->started) /* the token came before the word that its prompt runs */
+        send_bind(t, r);
+    if (!send_to(t, r->decode, &message))
         return false;
-    r->state = ROUTER_REQUEST_DECODING;
+    r->state = ROUTER_REQUEST_LANDING;
     router_request_set_due(t, r, now_ns + t->o.config->transfer_ns);
     return true;
 }
@@ -470,6 +548,10 @@ static bool deliver(router_requests *t, router_request *r, uint32_t token, pd_fi
             return false;
         }
     } else {
+        if (index == 1) { /* it could not be computed before all had landed */
+            release_copies(t, r);
+            r->state = ROUTER_REQUEST_DECODING;
+        }
         router_request_set_due(t, r, now_ns + t->o.config->decode_idle_ns);
     }
     t->o.sink->token(t->o.sink->ctx, handle, index, token, end);
@@ -516,7 +598,8 @@ static void on_token(router_requests *t, uint32_t slot, const pd_step_token *tok
     router_request *r = router_request_find_key(t, &token->key);
     uint32_t sender = r == NULL ? ROUTER_NO_WORKER : token->index == 0 ? r->prefill : r->decode;
     bool open = r != NULL && (token->index == 0 ? r->state == ROUTER_REQUEST_PREFILLING
-                                                : r->state == ROUTER_REQUEST_DECODING);
+                                                : r->state == ROUTER_REQUEST_LANDING ||
+                                                      r->state == ROUTER_REQUEST_DECODING);
     if (r == NULL || !open || sender != slot || token->index < r->next_index) {
         t->o.counters->tokens_dropped++;
         return;
@@ -564,7 +647,10 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     router_request *r = router_request_find_key(t, &done->key);
     if (r == NULL || r->prefill != slot || !r->prefill_open)
         return;
+    if (done->again != r->again)
+        return; /* said before it heard that it is to ship once more */
     r->prefill_open = false;
+    r->prefill_holds = r->prefill_holds && done->status == PD_OK;
     r->writer_lost = done->may_land; /* a cut socket's bytes come later than this word */
     t->o.counters->shipped_bytes += done->ship_bytes;
     if (done->cached_tokens < r->prompt_tokens)
@@ -611,8 +697,58 @@ void router_requests_on_decode_failed(router_requests *t, uint32_t slot,
              router_request_worker(t, slot)->hello.name, pd_status_name(failed->status),
              failed->reason[0] == '\0' ? "" : ": ", failed->reason);
     r->decode_open = false;
+    t->o.counters->seal_failures += r->again > 0;
     retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
     router_requests_pump(t, now_ns);
+}
+
+void router_requests_on_landed(router_requests *t, uint32_t slot, const pd_msg_landed *landed,
+                               uint64_t now_ns)
+{
+    router_request *r = router_request_find_key(t, &landed->key);
+    if (r == NULL || r->decode != slot || !r->decode_open)
+        return;
+    release_copies(t, r);
+    if (r->state != ROUTER_REQUEST_LANDING)
+        return; /* the first token is still on its way here */
+    r->state = ROUTER_REQUEST_DECODING;
+    router_request_set_due(t, r, now_ns + t->o.config->decode_idle_ns);
+}
+
+void router_requests_on_refetch(router_requests *t, uint32_t slot, const pd_msg_refetch *refetch,
+                                uint64_t now_ns)
+{
+    router_request *r = router_request_find_key(t, &refetch->key);
+    if (r == NULL || r->decode != slot || !r->decode_open || r->landed ||
+        (r->state != ROUTER_REQUEST_PREFILLING && r->state != ROUTER_REQUEST_LANDING))
+        return;
+    const char *sender = r->prefill == ROUTER_NO_WORKER
+                             ? "(lost)"
+                             : router_request_worker(t, r->prefill)->hello.name;
+    const char *receiver = router_request_worker(t, slot)->hello.name;
+    pd_log_req_warn(r->id,
+                    "msg=\"blocks did not arrive right: %s\" sender=%s receiver=%s group=%u "
+                    "first_block=%u count=%u epoch=%u asked_before=%u",
+                    refetch->reason, sender, receiver, refetch->group, refetch->first_block,
+                    refetch->count, r->key.epoch, r->again);
+    if (r->again > 0)
+        return; /* once is enough: the receiver's word that it failed comes */
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
+                          .ship_again = {.key = r->key,
+                                         .group = refetch->group,
+                                         .first_block = refetch->first_block,
+                                         .count = refetch->count}};
+    t->o.counters->refetches++;
+    if (r->prefill == ROUTER_NO_WORKER || !send_to(t, r->prefill, &message)) {
+        char why[ROUTER_MESSAGE_BYTES];
+        snprintf(why, sizeof why, "prefill worker %s cannot be asked for blocks again", sender);
+        retry_or_fail(t, r, PD_ROLE_PREFILL, r->prefill, "worker_lost", why, now_ns);
+        return;
+    }
+    r->again++;
+    r->prefill_open = true; /* until its next last word */
+    if (r->state == ROUTER_REQUEST_LANDING)
+        router_request_set_due(t, r, now_ns + t->o.config->transfer_ns);
 }
 
 static void prefill_gone(router_requests *t, router_request *r, uint32_t slot, const char *why,
@@ -629,7 +765,7 @@ static void prefill_gone(router_requests *t, router_request *r, uint32_t slot, c
     } else if (r->state == ROUTER_REQUEST_CLOSING) {
         finish(t, r, now_ns);
     }
-    /* ROUTER_REQUEST_DECODING: the decode worker is told too and knows what has landed. If that is
+    /* LANDING, DECODING: the decode worker is told too and knows what has landed. If that is
      * not all it says so; it goes on otherwise. */
 }
 
@@ -640,7 +776,7 @@ static void decode_gone(router_requests *t, router_request *r, uint32_t slot, co
     r->decode_open = false;
     r->decode = ROUTER_NO_WORKER;
     if (r->state == ROUTER_REQUEST_LEASING || r->state == ROUTER_REQUEST_PREFILLING ||
-        r->state == ROUTER_REQUEST_DECODING)
+        r->state == ROUTER_REQUEST_LANDING || r->state == ROUTER_REQUEST_DECODING)
         retry_or_fail(t, r, PD_ROLE_DECODE, slot, "worker_lost", why, now_ns);
 }
 
@@ -714,7 +850,7 @@ static void expired(router_requests *t, router_request *r, uint64_t now_ns)
                  router_request_worker(t, slot)->hello.name, (double)config->prefill_ns / 1e9);
         retry_or_fail(t, r, PD_ROLE_PREFILL, slot, "worker_timeout", why, now_ns);
     } else {
-        bool landing = r->next_index <= 1;
+        bool landing = r->state == ROUTER_REQUEST_LANDING;
         fail(t, r, 503, "worker_timeout", 1, "decode worker %s sent no %s token within %.1f s",
              router_request_worker(t, r->decode)->hello.name, landing ? "second" : "further",
              (double)(landing ? config->transfer_ns : config->decode_idle_ns) / 1e9);

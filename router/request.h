@@ -2,7 +2,7 @@
 
 /* router/request.h - every request's way through the cluster, as a state machine.
  *
- *   QUEUED --> LEASING --> PREFILLING --first token--> DECODING --> CLOSING --> gone
+ *   QUEUED --> LEASING --> PREFILLING --first token--> LANDING --> DECODING --> CLOSING --> gone
  *      ^  \___________________/ |  (an answer of one token needs no lease, nothing is shipped)
  *      |________ refused, worker lost before the first token (once) _______/
  *
@@ -45,6 +45,12 @@ void router_requests_on_tokens(router_requests *requests, uint32_t slot,
                                const pd_msg_step_tokens *tokens, uint64_t now_ns);
 void router_requests_on_prefill_done(router_requests *requests, uint32_t slot,
                                      const pd_msg_prefill_done *done, uint64_t now_ns);
+void router_requests_on_prefill_started(router_requests *requests, uint32_t slot,
+                                        const pd_msg_prefill_started *started);
+void router_requests_on_landed(router_requests *requests, uint32_t slot,
+                               const pd_msg_landed *landed, uint64_t now_ns);
+void router_requests_on_refetch(router_requests *requests, uint32_t slot,
+                                const pd_msg_refetch *refetch, uint64_t now_ns);
 void router_requests_on_decode_failed(router_requests *requests, uint32_t slot,
                                       const pd_msg_decode_failed *failed, uint64_t now_ns);
 /* The worker is about to be removed from the cluster: nothing is sent to it any more. */

@@ -163,10 +163,10 @@ void router_request_discharge_decode(router_requests *t, router_request *r)
 
 void router_request_cancel_at_workers(router_requests *t, const router_request *r)
 {
-    bool prefill = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
-    pd_msg_cancel cancel = {.key = r->key, .unwritten = !prefill && !r->writer_lost};
+    bool writes = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
+    pd_msg_cancel cancel = {.key = r->key, .unwritten = !writes && !r->writer_lost};
 
-    if (prefill)
+    if (writes || (r->prefill_holds && r->prefill != ROUTER_NO_WORKER))
         router_cluster_cancel(t->o.cluster, r->prefill, &cancel);
     if (r->decode_open && r->decode != ROUTER_NO_WORKER)
         router_cluster_cancel(t->o.cluster, r->decode, &cancel);
@@ -177,7 +177,9 @@ void router_request_leave_workers(router_requests *t, router_request *r)
     router_request_discharge_prefill(t, r);
     router_request_discharge_decode(t, r);
     router_request_cancel_at_workers(t, r);
-    r->prefill_open = r->decode_open = r->writer_lost = false;
+    r->prefill_open = r->prefill_holds = r->decode_open = r->writer_lost = false;
+    r->started = r->landed = false;
+    r->again = 0;
     r->prefill = r->decode = ROUTER_NO_WORKER;
 }
 

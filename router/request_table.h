@@ -20,6 +20,7 @@ typedef enum router_request_state {
     ROUTER_REQUEST_QUEUED,
     ROUTER_REQUEST_LEASING,
     ROUTER_REQUEST_PREFILLING,
+    ROUTER_REQUEST_LANDING,
     ROUTER_REQUEST_DECODING,
     ROUTER_REQUEST_CLOSING,
 } router_request_state;
@@ -42,6 +43,10 @@ typedef struct router_request {
 
     uint32_t prefill, decode; /* slots, ROUTER_NO_WORKER when there is none */
     bool prefill_open;        /* it has the request and has not said its last word */
+    bool prefill_holds;       /* copies of what it ships, until it is told to let them go */
+    bool started;             /* its first step runs, or has run */
+    bool landed;              /* the decode worker has all of it */
+    uint32_t again;           /* ShipAgain sent in this attempt */
     bool decode_open;         /* it has a lease or a sequence of ours */
     bool writer_lost;         /* nobody says that the prefill worker's writes have ended */
     double charged_ms;        /* on the prefill worker's queue; 0 when taken off */

@@ -5,7 +5,8 @@
 
 #include <stdio.h>
 
-enum { TO_ROUTER, TO_ROUTER_BARE, TO_WORKER, HEARTBEAT, STEP, PREFILLED, SHIPPED };
+enum { TO_ROUTER, TO_ROUTER_BARE, TO_WORKER, HEARTBEAT, STEP, PREFILLED, SHIPPED, SAY_STARTED };
+enum { STARTED_AGAIN_MS = 500 };
 
 uint32_t fake_below(fake *f, uint32_t bound)
 {
@@ -180,7 +181,9 @@ void fake_hello(const fake *f, const fake_worker *w, pd_msg_hello *hello)
                             .blocks = w->blocks,
                             .transfer_address = w->identity,
                             .transfer_address_len = 8,
-                            .pid = 1};
+                            .pid = 1,
+                            .host = 2,
+                            .started = 3};
     memcpy(hello->name, w->name, sizeof hello->name);
     strcpy(hello->model, "fake");
     strcpy(hello->layout, "f16 fake");
@@ -253,15 +256,16 @@ static void end_lease(fake_worker *w, fake_lease *lease)
 static void on_lease(fake *f, uint32_t i, const pd_msg_lease_request *request)
 {
     fake_worker *w = &f->workers[i];
-    uint32_t prompt = (request->prompt_tokens + FAKE_BLOCK - 1) / FAKE_BLOCK;
     uint32_t total = (request->prompt_tokens + request->max_tokens) / FAKE_BLOCK + 1;
-    pd_block blocks[512];
     pd_message message = {.kind = PD_MSG_LEASE_REPLY, .lease_reply = {.key = request->key}};
     assert_null(find_lease(w, &request->key)); /* a key is used once */
+    assert_int_equal(request->sender.pid, 1);
+    assert_int_equal(request->sender.host, 2);
+    assert_int_equal(request->sender.started, 3);
     fake_lease *room = NULL;
     for (uint32_t n = 0; n < FAKE_LEASES_MAX && room == NULL; n++)
         room = w->leases[n].blocks == 0 ? &w->leases[n] : NULL;
-    if (w->refuses == request->prefill_incarnation && w->refuses != 0) {
+    if (w->refuses == request->sender.incarnation && w->refuses != 0) {
         message.lease_reply.status = PD_E_PEER;
     } else if (total > w->blocks) {
         message.lease_reply.status = PD_E_TOO_LARGE;
@@ -269,50 +273,105 @@ static void on_lease(fake *f, uint32_t i, const pd_msg_lease_request *request)
         message.lease_reply.status = PD_E_OVERLOAD;
         message.lease_reply.retry_after_ms = 20;
     } else {
-        *room = (fake_lease){.key = request->key, .blocks = total};
+        *room =
+            (fake_lease){.key = request->key,
+                         .blocks = total,
+                         .prompt_blocks = (request->prompt_tokens + FAKE_BLOCK - 1) / FAKE_BLOCK};
         w->free -= total;
-        for (uint32_t n = 0; n < prompt; n++)
+    }
+    say(f, i, &message);
+}
+
+static void on_bind(fake *f, uint32_t i, const pd_msg_bind *bind)
+{
+    fake_lease *lease = find_lease(&f->workers[i], &bind->key);
+    pd_block blocks[512];
+    pd_message message = {.kind = PD_MSG_LEASE_REPLY,
+                          .lease_reply = {.key = bind->key, .bound = true}};
+    if (lease == NULL) {
+        message.lease_reply.status = PD_E_NOT_FOUND;
+    } else {
+        lease->bound = true;
+        for (uint32_t n = 0; n < lease->prompt_blocks; n++)
             blocks[n] = n;
         message.lease_reply.blocks = blocks;
-        message.lease_reply.blocks_count = prompt;
+        message.lease_reply.blocks_count = lease->prompt_blocks;
     }
+    say(f, i, &message);
+}
+
+static fake_prompt *find_prompt(fake_worker *w, const pd_request_key *key)
+{
+    for (uint32_t n = 0; n < w->prefills; n++) {
+        if (same_key(&w->prompts[n].key, key))
+            return &w->prompts[n];
+    }
+    return NULL;
+}
+
+static bool drop_prefill(fake_worker *w, const pd_request_key *key)
+{
+    fake_prompt *prompt = find_prompt(w, key);
+    if (prompt == NULL)
+        return false;
+    *prompt = w->prompts[--w->prefills];
+    return true;
+}
+
+static void say_done(fake *f, uint32_t i, const fake_prompt *prompt, pd_status status)
+{
+    pd_message message = {.kind = PD_MSG_PREFILL_DONE,
+                          .prefill_done = {.key = prompt->key,
+                                           .status = status,
+                                           .cached_tokens = 3,
+                                           .computed_tokens = 10,
+                                           .compute_ms = 1,
+                                           .ship_bytes = 100,
+                                           .ship_ms = 1,
+                                           .again = prompt->again}};
     say(f, i, &message);
 }
 
 static void on_prefill(fake *f, uint32_t i, const pd_msg_prefill_request *request)
 {
     fake_worker *w = &f->workers[i];
+    assert_int_equal(request->blocks_count, 0); /* targets come later */
     if (fake_below(f, 1000) < f->overload_prefill || w->prefills == FAKE_LEASES_MAX) {
-        pd_message message = {.kind = PD_MSG_PREFILL_DONE,
-                              .prefill_done = {.key = request->key, .status = PD_E_OVERLOAD}};
-        say(f, i, &message);
+        const fake_prompt refused = {.key = request->key};
+        say_done(f, i, &refused, PD_E_OVERLOAD);
         return;
     }
-    w->prefilling[w->prefills++] = request->key;
-    fake_event *e = push(f, f->now_ns + PD_NS_PER_MS + delay(f), PREFILLED, i);
-    e->key = request->key;
-    /* what the tokens depend on, and how it goes on */
-    e->len = request->tokens[0] | (request->ship ? 1u << 30 : 0);
+    w->prompts[w->prefills++] =
+        (fake_prompt){.key = request->key, .first = request->tokens[0], .ship = request->ship};
+    push(f, f->now_ns + delay(f), SAY_STARTED, i)->key = request->key;
+    push(f, f->now_ns + PD_NS_PER_MS + delay(f), PREFILLED, i)->key = request->key;
 }
 
-static bool drop_prefill(fake_worker *w, const pd_request_key *key)
+/* Said until the targets are there. */
+static void say_started(fake *f, uint32_t i, const pd_request_key *key)
 {
-    for (uint32_t n = 0; n < w->prefills; n++) {
-        if (same_key(&w->prefilling[n], key)) {
-            w->prefilling[n] = w->prefilling[--w->prefills];
-            return true;
-        }
-    }
-    return false;
+    const fake_prompt *prompt = find_prompt(&f->workers[i], key);
+    if (prompt == NULL || !prompt->ship || prompt->targets)
+        return;
+    pd_message message = {.kind = PD_MSG_PREFILL_STARTED, .prefill_started = {.key = *key}};
+    say(f, i, &message);
+    push(f, f->now_ns + STARTED_AGAIN_MS * PD_NS_PER_MS, SAY_STARTED, i)->key = *key;
 }
 
-static bool has_prefill(const fake_worker *w, const pd_request_key *key)
+static void ship(fake *f, uint32_t i, fake_prompt *prompt)
 {
-    for (uint32_t n = 0; n < w->prefills; n++) {
-        if (same_key(&w->prefilling[n], key))
-            return true;
-    }
-    return false;
+    if (prompt->computed && prompt->targets && !prompt->shipped)
+        push(f, f->now_ns + delay(f), SHIPPED, i)->key = prompt->key;
+}
+
+static void on_targets(fake *f, uint32_t i, const pd_msg_targets *targets)
+{
+    fake_prompt *prompt = find_prompt(&f->workers[i], &targets->key);
+    if (prompt == NULL || prompt->targets)
+        return;
+    assert_true(prompt->ship);
+    prompt->targets = true;
+    ship(f, i, prompt);
 }
 
 static void say_tokens(fake *f, uint32_t i, const pd_step_token *tokens, uint32_t count)
@@ -330,42 +389,77 @@ static void say_tokens(fake *f, uint32_t i, const pd_step_token *tokens, uint32_
 
 static void on_prefilled(fake *f, uint32_t i, const fake_event *e)
 {
-    fake_worker *w = &f->workers[i];
-    if (!has_prefill(w, &e->key))
+    fake_prompt *prompt = find_prompt(&f->workers[i], &e->key);
+    if (prompt == NULL)
         return; /* cancelled */
-    uint32_t first = (uint32_t)e->len & ((1u << 30) - 1);
-    bool ship = (e->len >> 30 & 1) != 0;
-    pd_step_token token = {.key = e->key, .index = 0, .token = fake_token(first, 0)};
-    if (first % 1000 < f->end_first)
+    pd_step_token token = {.key = e->key, .index = 0, .token = fake_token(prompt->first, 0)};
+    if (prompt->first % 1000 < f->end_first)
         token.finish = PD_FINISH_STOP;
-    else if (!ship)
+    else if (!prompt->ship)
         token.finish = PD_FINISH_LENGTH;
     say_tokens(f, i, &token, 1);
-    fake_event *shipped = push(f, f->now_ns + delay(f), SHIPPED, i);
-    shipped->key = e->key;
-    shipped->len = e->len;
+    prompt->computed = true;
+    if (prompt->ship) {
+        ship(f, i, prompt);
+    } else {
+        say_done(f, i, prompt, PD_OK);
+        drop_prefill(&f->workers[i], &e->key);
+    }
+}
+
+static void say_landed(fake *f, uint32_t i, fake_lease *lease)
+{
+    pd_message message = {.kind = PD_MSG_LANDED,
+                          .landed = {.key = lease->key, .started = lease->decoding}};
+    lease->landed = true;
+    if (fake_below(f, 1000) >= f->silent_landings)
+        say(f, i, &message);
+}
+
+/* Everything has landed; now and then a seal does not match. */
+static void arrive(fake *f, uint32_t i, fake_lease *lease, const fake_prompt *prompt)
+{
+    lease->prompt_first = prompt->first;
+    if (fake_below(f, 1000) >= f->seal_failures) {
+        say_landed(f, i, lease);
+    } else if (lease->refetched++ == 0) {
+        pd_message message = {.kind = PD_MSG_REFETCH,
+                              .refetch = {.key = lease->key, .group = 1, .count = 1}};
+        strcpy(message.refetch.reason, "a seal does not match");
+        say(f, i, &message);
+    } else {
+        pd_message message = {.kind = PD_MSG_DECODE_FAILED,
+                              .decode_failed = {.key = lease->key, .status = PD_E_PEER}};
+        strcpy(message.decode_failed.reason, "a seal does not match again");
+        end_lease(&f->workers[i], lease);
+        say(f, i, &message);
+    }
 }
 
 static void on_shipped(fake *f, uint32_t i, const fake_event *e)
 {
-    fake_worker *w = &f->workers[i];
-    if (!drop_prefill(w, &e->key))
+    fake_prompt *prompt = find_prompt(&f->workers[i], &e->key);
+    if (prompt == NULL)
         return;
-    pd_message message = {.kind = PD_MSG_PREFILL_DONE,
-                          .prefill_done = {.key = e->key,
-                                           .cached_tokens = 3,
-                                           .computed_tokens = 10,
-                                           .compute_ms = 1,
-                                           .ship_bytes = 100,
-                                           .ship_ms = 1}};
+    prompt->shipped = true;
     for (uint32_t n = 0; n < f->workers_count; n++) {
         fake_lease *lease = find_lease(&f->workers[n], &e->key);
-        if (lease != NULL && f->workers[n].alive) {
-            lease->landed = true;
-            lease->prompt_first = (uint32_t)e->len & ((1u << 30) - 1);
-        }
+        if (lease != NULL && lease->bound && !lease->landed && f->workers[n].alive)
+            arrive(f, n, lease, prompt);
     }
-    say(f, i, &message);
+    say_done(f, i, prompt, PD_OK); /* its copies stay until they are released */
+}
+
+static void on_ship_again(fake *f, uint32_t i, const pd_msg_ship_again *again)
+{
+    fake_prompt *prompt = find_prompt(&f->workers[i], &again->key);
+    if (prompt == NULL) {
+        const fake_prompt unknown = {.key = again->key, .again = 1};
+        say_done(f, i, &unknown, PD_E_NOT_FOUND);
+        return;
+    }
+    prompt->again++;
+    push(f, f->now_ns + delay(f), SHIPPED, i)->key = prompt->key;
 }
 
 void fake_cut(fake *f, uint32_t i, bool may_land)
@@ -373,7 +467,7 @@ void fake_cut(fake *f, uint32_t i, bool may_land)
     fake_worker *w = &f->workers[i];
     while (w->prefills > 0) {
         pd_message message = {.kind = PD_MSG_PREFILL_DONE,
-                              .prefill_done = {.key = w->prefilling[0],
+                              .prefill_done = {.key = w->prompts[0].key,
                                                .status = PD_E_PEER,
                                                .reason = "the link was cut",
                                                .may_land = may_land}};
@@ -403,14 +497,6 @@ static void on_step(fake *f, uint32_t i)
         fake_lease *lease = &w->leases[n];
         if (lease->blocks == 0 || !lease->decoding || !lease->landed)
             continue;
-        if (fake_below(f, 1000) < f->seal_failures) {
-            pd_message failed = {.kind = PD_MSG_DECODE_FAILED,
-                                 .decode_failed = {.key = lease->key, .status = PD_E_PEER}};
-            strcpy(failed.decode_failed.reason, "a seal does not match");
-            end_lease(w, lease);
-            say(f, i, &failed);
-            continue;
-        }
         bool last = lease->next + 1 == lease->max;
         tokens[count++] = (pd_step_token){.key = lease->key,
                                           .index = lease->next,
@@ -431,10 +517,10 @@ static void on_cancel(fake *f, uint32_t i, const pd_request_key *key)
     fake_lease *lease = find_lease(w, key);
     if (lease != NULL)
         end_lease(w, lease);
-    if (drop_prefill(w, key)) {
-        pd_message message = {.kind = PD_MSG_PREFILL_DONE,
-                              .prefill_done = {.key = *key, .status = PD_E_CANCELLED}};
-        say(f, i, &message);
+    const fake_prompt *prompt = find_prompt(w, key);
+    if (prompt != NULL) {
+        say_done(f, i, prompt, PD_E_CANCELLED);
+        drop_prefill(w, key);
     }
 }
 
@@ -463,7 +549,7 @@ static void on_peer_gone(fake *f, uint32_t i)
             continue;
         bool writer_lives = false;
         for (uint32_t p = 0; p < f->workers_count; p++)
-            writer_lives |= f->workers[p].alive && has_prefill(&f->workers[p], &lease->key);
+            writer_lives |= f->workers[p].alive && find_prompt(&f->workers[p], &lease->key) != NULL;
         if (writer_lives)
             continue;
         pd_message failed = {.kind = PD_MSG_DECODE_FAILED,
@@ -505,6 +591,10 @@ static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
     case PD_MSG_PEER_GONE: on_peer_gone(f, i); break;
     case PD_MSG_LEASE_REQUEST: on_lease(f, i, &message->lease_request); break;
     case PD_MSG_PREFILL_REQUEST: on_prefill(f, i, &message->prefill_request); break;
+    case PD_MSG_BIND: on_bind(f, i, &message->bind); break;
+    case PD_MSG_TARGETS: on_targets(f, i, &message->targets); break;
+    case PD_MSG_RELEASE: drop_prefill(w, &message->release.key); break;
+    case PD_MSG_SHIP_AGAIN: on_ship_again(f, i, &message->ship_again); break;
     case PD_MSG_DECODE_START: on_start(f, i, &message->decode_start); break;
     case PD_MSG_CANCEL: on_cancel(f, i, &message->cancel.key); break;
     case PD_MSG_SNAPSHOT_REQUEST: on_snapshot_request(f, i); break;
@@ -564,6 +654,7 @@ static void handle(fake *f, fake_event *e)
         case STEP: on_step(f, e->worker); break;
         case PREFILLED: on_prefilled(f, e->worker, e); break;
         case SHIPPED: on_shipped(f, e->worker, e); break;
+        case SAY_STARTED: say_started(f, e->worker, &e->key); break;
         default: deliver(f, e); break;
         }
     }

@@ -27,9 +27,18 @@
 typedef struct fake_lease {
     pd_request_key key;
     uint32_t blocks;
-    bool decoding, landed;
+    uint32_t prompt_blocks;
+    bool bound, decoding, landed;
+    uint32_t refetched; /* how often a bad seal was seen */
     uint32_t prompt_first, next, max;
 } fake_lease;
+
+/* A prompt at a prefill worker, and then the copies of what it shipped. */
+typedef struct fake_prompt {
+    pd_request_key key;
+    uint32_t first, again;
+    bool ship, targets, computed, shipped;
+} fake_prompt;
 
 typedef struct fake_worker {
     bool alive, mute; /* mute: sends nothing any more (hung) */
@@ -43,7 +52,7 @@ typedef struct fake_worker {
     uint64_t inbox_ns;
     uint64_t sequence;
     uint32_t prefills; /* requests here */
-    pd_request_key prefilling[FAKE_LEASES_MAX];
+    fake_prompt prompts[FAKE_LEASES_MAX];
     fake_lease leases[FAKE_LEASES_MAX];
     uint32_t snapshots, peers_up, peers_gone, welcomed, refused, cancels, unwritten;
     char refusal[PD_REASON_BYTES];
@@ -72,6 +81,7 @@ typedef struct fake {
     uint64_t incarnations;
     /* how things go wrong, of 1000 */
     uint32_t duplicate_tokens, overload_prefill, end_first, seal_failures;
+    uint32_t silent_landings; /* Landed is not said */
     uint32_t delay_max_us;
     uint32_t lose[PD_MESSAGE_KINDS]; /* how many of the next ones never arrive */
     uint32_t sent[PD_MESSAGE_KINDS];

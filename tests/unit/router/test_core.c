@@ -152,6 +152,91 @@ static void assert_nothing_left(const world *w)
 
 /* ---- one at a time ---- */
 
+static world *one_to_one(uint64_t seed)
+{
+    world *w = world_new(seed);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    return w;
+}
+
+static void a_lease_is_a_promise_until_the_prompt_starts(void **state)
+{
+    (void)state;
+    world *w = one_to_one(31);
+    const uint32_t *sent = w->fake.sent;
+    const fake_worker *decode = &w->fake.workers[1];
+    answer *a = ask(w, 40, 20);
+    assert_int_equal(sent[PD_MSG_LEASE_REQUEST], 1);
+    while (sent[PD_MSG_PREFILL_REQUEST] == 0)
+        wait_ms(w, 1);
+    assert_int_equal(sent[PD_MSG_BIND], 0);
+    assert_false(decode->leases[0].bound);
+    wait_ms(w, 500);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(a->status, 0);
+    assert_in_range(sent[PD_MSG_BIND], 1, 2); /* the token may come before the word of the start */
+    assert_in_range(sent[PD_MSG_TARGETS], 1, 2);
+    assert_int_equal(sent[PD_MSG_DECODE_START], 1);
+    assert_int_equal(sent[PD_MSG_RELEASE], 1);
+    assert_int_equal(sent[PD_MSG_CANCEL], 0);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+/* Whichever word of a start is lost, the prefill worker says it again until it has its targets. */
+static void a_lost_word_about_a_start_is_made_good(void **state)
+{
+    (void)state;
+    const pd_message_kind kinds[] = {PD_MSG_PREFILL_STARTED, PD_MSG_BIND, PD_MSG_TARGETS};
+    for (int i = 0; i < 3; i++) {
+        world *w = one_to_one(32);
+        w->fake.lose[kinds[i]] = 1;
+        answer *a = ask(w, 40, 20);
+        wait_ms(w, 900);
+        assert_int_equal(w->fake.lose[kinds[i]], 0);
+        assert_int_equal(a->ends, 1);
+        assert_int_equal(a->status, 0);
+        assert_nothing_left(w);
+        world_free(w);
+    }
+}
+
+static void copies_are_released_by_a_token_that_proves_the_landing(void **state)
+{
+    (void)state;
+    world *w = one_to_one(33);
+    w->fake.silent_landings = 1000;
+    answer *a = ask(w, 40, 20);
+    wait_ms(w, 500);
+    assert_int_equal(a->status, 0);
+    assert_int_equal(w->fake.sent[PD_MSG_RELEASE], 1);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+static void blocks_that_came_wrong_are_shipped_again_once(void **state)
+{
+    (void)state;
+    for (uint32_t failures = 1; failures <= 2; failures++) {
+        world *w = one_to_one(34);
+        w->fake.seal_failures = 1000;
+        answer *a = ask(w, 40, 20);
+        while (w->fake.workers[1].leases[0].refetched < failures)
+            wait_ms(w, 1);
+        w->fake.seal_failures = 0;
+        wait_ms(w, 900);
+        assert_int_equal(a->ends, 1);
+        assert_int_equal(w->fake.sent[PD_MSG_SHIP_AGAIN], 1);
+        router_core_counters counters = router_core_counters_of(w->fake.core);
+        assert_int_equal(counters.refetches, 1);
+        assert_int_equal(counters.seal_failures, failures - 1);
+        assert_nothing_left(w);
+        world_free(w);
+    }
+}
+
 static void a_request_gets_every_token_once_and_in_order(void **state)
 {
     (void)state;
@@ -339,8 +424,8 @@ static void a_stop_ends_what_waits_for_workers_that_leave(void **state)
     uint32_t decode = fake_add(&w->fake, PD_ROLE_DECODE, 4); /* room for one */
     wait_ms(w, 200);
     answer *first = ask(w, 40, 20), *second = ask(w, 40, 20);
+    wait_ms(w, 10); /* the second was refused its lease */
     router_core_stop(w->fake.core);
-    wait_ms(w, 5);
     assert_int_equal(second->ends, 0); /* the workers are there: room may come */
     fake_kill(&w->fake, prefill);
     fake_kill(&w->fake, decode);
@@ -733,6 +818,10 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_request_gets_every_token_once_and_in_order),
+        cmocka_unit_test(a_lease_is_a_promise_until_the_prompt_starts),
+        cmocka_unit_test(a_lost_word_about_a_start_is_made_good),
+        cmocka_unit_test(copies_are_released_by_a_token_that_proves_the_landing),
+        cmocka_unit_test(blocks_that_came_wrong_are_shipped_again_once),
         cmocka_unit_test(one_token_needs_no_lease),
         cmocka_unit_test(an_end_at_the_first_token_gives_the_lease_back),
         cmocka_unit_test(without_workers_a_request_ends_with_503_that_names_what_is_missing),

@@ -22,6 +22,7 @@ static pd_template *chat;
 
 /* An answer on its way, of a worker pair that shares everything. */
 typedef struct script {
+    bool binding; /* what was promised is to be bound */
     bool used, prefilled, decoding;
     pd_request_key key;
     uint32_t next, max, prompt_blocks;
@@ -81,6 +82,11 @@ static bool on_send(void *ctx, const char *to, const pd_message *message)
         x->ship = message->prefill_request.ship;
         x->end_allowed = message->prefill_request.end_tokens_count > 0;
         x->prefilled = true;
+        break;
+    case PD_MSG_BIND:
+        x = find(s, &message->bind.key, false);
+        if (x != NULL)
+            x->binding = true;
         break;
     case PD_MSG_DECODE_START:
         x = find(s, &message->decode_start.key, false);
@@ -153,11 +159,16 @@ static void say_token(stage *s, script *x, bool prefill)
 static void play(stage *s, script *x)
 {
     pd_request_key key = x->key;
-    if (!x->prefilled) {
+    if (x->binding) {
         static pd_block blocks[1024];
         pd_message message = {
             .kind = PD_MSG_LEASE_REPLY,
-            .lease_reply = {.key = key, .blocks = blocks, .blocks_count = x->prompt_blocks}};
+            .lease_reply = {
+                .key = key, .bound = true, .blocks = blocks, .blocks_count = x->prompt_blocks}};
+        x->binding = false;
+        hear(s, "decode-0", &message);
+    } else if (!x->prefilled) {
+        pd_message message = {.kind = PD_MSG_LEASE_REPLY, .lease_reply = {.key = key}};
         hear(s, "decode-0", &message);
     } else if (x->next == 0) {
         say_token(s, x, true);
