@@ -10,6 +10,7 @@
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
 #include "common/worker/routers.h"
+#include "common/worker/verifier.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -31,6 +32,7 @@ typedef struct worker {
     pd_loop *loop;
     pd_bus *bus;
     pd_peer_watch *peers;            /* of whom it matters whether they are dead */
+    pd_verifier *verifier;           /* NULL: this role checks no seals */
     uint64_t unfenced[UNFENCED_MAX]; /* dead, and the transfer was not told yet: it was busy */
     uint32_t unfenced_count;
     uint64_t host, started; /* of this process */
@@ -125,6 +127,13 @@ static pd_status act_notify(void *ctx, pd_peer peer, const pd_notice *notice)
     worker *w = ctx;
 
     return w->setup.options->shipper->notify(w->setup.shipper, peer, notice);
+}
+
+static pd_status act_verify(void *ctx, const pd_check *check)
+{
+    worker *w = ctx;
+
+    return pd_verifier_submit(w->verifier, check);
 }
 
 static uint64_t act_seal(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
@@ -356,6 +365,19 @@ static void on_transfer(void *ctx, uint32_t epoll_events)
     }
 }
 
+static void on_verifier(void *ctx, uint32_t epoll_events)
+{
+    worker *w = ctx;
+    pd_checked checked;
+
+    (void)epoll_events; /* level-triggered: what is left comes next turn */
+    for (int i = 0; i < EVENTS_A_TURN; i++) {
+        if (pd_verifier_poll(w->verifier, &checked) != PD_OK)
+            return;
+        w->ops->on_checked(w->core, &checked, pd_clock_now_ns());
+    }
+}
+
 /* ---- time ---- */
 
 static void leave(worker *w)
@@ -460,6 +482,7 @@ static pd_status make_core(worker *w)
         .connect = act_connect,
         .close = act_close,
         .notify = act_notify,
+        .verify = act_verify,
         .seal = act_seal,
     };
     pd_status status = w->ops->create(&options, &sink, &w->core);
@@ -482,6 +505,21 @@ static pd_status make_bus(worker *w)
 
     return pd_bus_create_worker(w->loop, &options, w->setup.options->name, w->setup.incarnation,
                                 &w->bus);
+}
+
+static pd_status make_verifier(worker *w)
+{
+    pd_verifier_options options = {
+        .layout = &w->setup.layout,
+        .pool = pd_transfer_pool(w->setup.transfer),
+    };
+
+    if (w->ops->on_checked == NULL || !w->setup.deployment.transfer.seals)
+        return PD_OK;
+    pd_status status = pd_verifier_create(&options, &w->verifier);
+    if (status != PD_OK)
+        return status;
+    return pd_loop_add_fd(w->loop, pd_verifier_fd(w->verifier), EPOLLIN, on_verifier, w);
 }
 
 static void pack_address(worker *w)
@@ -537,6 +575,8 @@ static pd_status prepare(worker *w)
     pack_address(w);
     status = make_core(w);
     if (status == PD_OK)
+        status = make_verifier(w);
+    if (status == PD_OK)
         status = pd_peer_watch_create(w->loop, on_peer_dead, w, &w->peers);
     if (status == PD_OK)
         status = pd_loop_timer_create(w->loop, on_tick, w, &w->tick_timer);
@@ -567,6 +607,9 @@ static void dismantle(worker *w)
         pd_loop_remove_fd(w->loop, w->setup.options->engine->fd(w->setup.engine));
     if (w->setup.transfer != NULL)
         pd_loop_remove_fd(w->loop, pd_transfer_fd(w->setup.transfer));
+    if (w->verifier != NULL)
+        pd_loop_remove_fd(w->loop, pd_verifier_fd(w->verifier));
+    pd_verifier_destroy(w->verifier); /* it reads the pool, which goes with the setup */
     pd_peer_watch_destroy(w->peers);
     /* The engine's thread reads the core's plan: it ends first. */
     const pd_role_ops *ops = w->ops;
