@@ -28,25 +28,23 @@ bool decode_admit_need(const pd_role_options *options, uint32_t prompt_tokens, u
     return true;
 }
 
-static decode_sequence *sequence_new(const pd_role_options *options,
-                                     const pd_msg_lease_request *asked, uint32_t capacity)
+static decode_sequence *sequence_new(const decode_admit *admit, const pd_msg_lease_request *asked,
+                                     uint32_t capacity)
 {
-    uint32_t block_tokens = options->layout.block_tokens;
+    uint32_t block_tokens = admit->options->layout.block_tokens;
     uint32_t prompt_blocks = (asked->prompt_tokens + block_tokens - 1) / block_tokens;
-    size_t hashes_bytes = (capacity / block_tokens + 1) * sizeof(pd_hash128);
-    size_t bits = (size_t)prompt_blocks * options->layout.groups;
-    size_t bits_bytes = (bits + 63) / 64 * sizeof(uint64_t);
     decode_sequence *sequence = pd_calloc(1, sizeof *sequence);
 
     if (sequence == NULL)
         return NULL;
-    sequence->memory = pd_calloc(1, hashes_bytes + bits_bytes);
-    if (sequence->memory == NULL) {
+    sequence->hashes = pd_calloc(capacity / block_tokens + 1, sizeof *sequence->hashes);
+    if (sequence->hashes == NULL ||
+        pd_landing_init(&sequence->landing, admit->lander, &asked->key, asked->id, &asked->sender,
+                        prompt_blocks) != PD_OK) {
+        pd_free(sequence->hashes);
         pd_free(sequence);
         return NULL;
     }
-    sequence->hashes = sequence->memory;
-    sequence->landed_bits = (uint64_t *)((unsigned char *)sequence->memory + hashes_bytes);
     if (asked->hashes_count > 0)
         memcpy(sequence->hashes, asked->hashes, asked->hashes_count * sizeof *asked->hashes);
     sequence->hashes_count = asked->hashes_count;
@@ -73,16 +71,16 @@ static pd_status check(const pd_role_options *options, const pd_msg_lease_reques
         *reason_out = "more hashes than full blocks";
         return PD_E_INVALID;
     }
-    if (asked->prefill_incarnation == 0) {
-        *reason_out = "no prefill worker is named";
+    if (asked->sender.incarnation == 0) {
+        *reason_out = "no sender is named";
         return PD_E_INVALID;
     }
     return PD_OK;
 }
 
-pd_status decode_admit_lease(decode_admit *admit, const pd_msg_lease_request *asked,
-                             uint64_t now_ns, decode_sequence **sequence_out,
-                             pd_msg_lease_reply *reply_out, const char **reason_out)
+pd_status decode_admit_promise(decode_admit *admit, const pd_msg_lease_request *asked,
+                               uint64_t now_ns, decode_sequence **sequence_out,
+                               const char **reason_out)
 {
     uint32_t blocks, capacity;
     pd_lease *lease;
@@ -93,7 +91,7 @@ pd_status decode_admit_lease(decode_admit *admit, const pd_msg_lease_request *as
     if (!decode_admit_need(admit->options, asked->prompt_tokens, asked->max_tokens, &blocks,
                            &capacity, reason_out))
         return PD_E_TOO_LARGE;
-    decode_sequence *sequence = sequence_new(admit->options, asked, capacity);
+    decode_sequence *sequence = sequence_new(admit, asked, capacity);
     if (sequence == NULL) {
         *reason_out = "no memory for the lease";
         return PD_E_NOMEM;
@@ -104,17 +102,11 @@ pd_status decode_admit_lease(decode_admit *admit, const pd_msg_lease_request *as
         .request = pd_ship_seal_request(&asked->key),
         .epoch = asked->key.epoch,
         .owner = asked->key.router,
-        .prefill = asked->prefill_incarnation,
+        .prefill = asked->sender.incarnation,
         .blocks = blocks,
         .expiry_ns = now_ns + sequence->ttl_ns,
     };
-    uint32_t usable = admit->options->prefix_cache ? asked->hashes_count : 0;
     status = pd_lease_grant(admit->leases, &args, &lease);
-    if (status == PD_OK) {
-        status = pd_lease_bind(admit->leases, lease, asked->hashes, usable);
-        if (status != PD_OK)
-            pd_lease_release(admit->leases, lease); /* granted only: gone */
-    }
     if (status != PD_OK) {
         *reason_out = "no room for the KV blocks";
         decode_admit_free(sequence);
@@ -122,16 +114,24 @@ pd_status decode_admit_lease(decode_admit *admit, const pd_msg_lease_request *as
     }
     lease->user = sequence;
     sequence->lease = lease;
-    sequence->held = lease->held;
-    sequence->to_land = (sequence->prompt_blocks - sequence->held) * admit->options->layout.groups;
-    if (sequence->to_land == 0) {
-        sequence->landed = true;
-        pd_lease_landed(admit->leases, lease);
-    }
-    reply_out->held_blocks = lease->held;
-    reply_out->blocks = lease->blocks + lease->held;
-    reply_out->blocks_count = sequence->prompt_blocks - sequence->held;
     *sequence_out = sequence;
+    return PD_OK;
+}
+
+pd_status decode_admit_bind(decode_admit *admit, decode_sequence *sequence, const char **reason_out)
+{
+    pd_lease *lease = sequence->lease;
+    uint32_t usable = admit->options->prefix_cache ? sequence->hashes_count : 0;
+    pd_status status = pd_lease_bind(admit->leases, lease, sequence->hashes, usable);
+
+    if (status != PD_OK) {
+        *reason_out = "the room went to others meanwhile";
+        return status;
+    }
+    sequence->bound = true;
+    sequence->held = lease->held;
+    pd_landing_begin(&sequence->landing, lease->held, sequence->prompt_blocks - lease->held,
+                     sequence->prompt_tokens, lease->blocks + lease->held);
     return PD_OK;
 }
 
@@ -139,7 +139,8 @@ void decode_admit_free(decode_sequence *sequence)
 {
     if (sequence == NULL)
         return;
-    pd_free(sequence->memory);
+    pd_landing_fini(&sequence->landing);
+    pd_free(sequence->hashes);
     pd_free(sequence->answer_memory);
     pd_free(sequence);
 }

@@ -8,12 +8,11 @@
 #include "common/worker/token_batch.h"
 #include "decode-worker/admit.h"
 #include "decode-worker/batch.h"
-#include "decode-worker/land.h"
+#include "decode-worker/senders.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
-
-enum { DEAD_SENDERS = 64 };
 
 struct pd_role_core {
     pd_role_options options;
@@ -24,11 +23,10 @@ struct pd_role_core {
     pd_lease_table *leases;
     decode_admit admit;
     decode_batch batch;
-    decode_sequence *sequences;          /* list of all, quarantined ones included */
-    uint32_t live;                       /* of them, not given up */
-    uint64_t dead_senders[DEAD_SENDERS]; /* the latest; nothing is leased for them */
-    bool ended_senders[DEAD_SENDERS];    /* of these, no process any more; else only given up */
-    uint32_t dead_senders_next;
+    pd_lander lander;
+    decode_sequence *sequences; /* list of all, quarantined ones included */
+    uint32_t live;              /* of them, not given up */
+    decode_senders senders;
     pd_token_batch tokens;
     pd_step step;
     pd_step_slice *slices; /* [max_batch] */
@@ -67,6 +65,7 @@ static pd_status decode_create(const pd_role_options *options, const pd_role_sin
     core->options = *options;
     core->sink = *sink;
     pd_cost_init(&core->cost);
+    pd_lander_init(&core->lander, &core->options, &core->sink);
     pd_routers_init(&core->routers, options->lost_after_ns);
     uint32_t rows =
         options->chunk_tokens > options->max_batch ? options->chunk_tokens : options->max_batch;
@@ -87,8 +86,10 @@ static pd_status decode_create(const pd_role_options *options, const pd_role_sin
         decode_destroy(core);
         return status;
     }
-    core->admit = (decode_admit){
-        .options = &core->options, .leases = core->leases, .sequences_max = sequences_max};
+    core->admit = (decode_admit){.options = &core->options,
+                                 .leases = core->leases,
+                                 .lander = &core->lander,
+                                 .sequences_max = sequences_max};
     *core_out = core;
     return PD_OK;
 }
@@ -97,6 +98,7 @@ static void decode_destroy(pd_role_core *core)
 {
     if (core == NULL)
         return;
+    pd_lander_fini(&core->lander);
     while (core->sequences != NULL) {
         decode_sequence *s = core->sequences;
         core->sequences = s->next;
@@ -146,26 +148,37 @@ static void extend_hashes(pd_role_core *core, decode_sequence *s)
         s->hashes_count = full;
 }
 
+/* A quarantine ends when nobody writes and nobody reads. s may be gone afterwards. */
+static void settle(pd_role_core *core, decode_sequence *s)
+{
+    if (!s->given_up || !pd_landing_over(&s->landing))
+        return;
+    bool acked = pd_lease_sender_acked(core->leases, pd_ship_seal_request(&s->key), s->key.epoch);
+    pd_assert(acked);
+    forget(core, s);
+}
+
 /* Gives all back that can be. What a sender may still write into stays, quarantined, and s with
  * it; else s is gone. */
 static void release(pd_role_core *core, decode_sequence *s)
 {
-    pd_assert(!s->in_step && !s->in_batch);
-    if (s->landed && !s->given_up) {
+    pd_assert(!s->in_step && !s->in_batch && !s->given_up);
+    if (s->landed) {
         extend_hashes(core, s);
         uint32_t full = s->kv_tokens / core->options.layout.block_tokens;
         pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks,
                            full < s->hashes_count ? full : s->hashes_count);
     }
-    if (!s->given_up)
-        core->live--;
+    core->live--;
     s->given_up = true;
+    pd_land_give_up(&core->lander, &s->landing);
     if (!pd_lease_release(core->leases, s->lease)) {
         forget(core, s);
         return;
     }
     pd_log_req_debug(s->id, "msg=\"blocks quarantined until the sender's last word\" blocks=%u",
                      s->lease->blocks_count);
+    settle(core, s);
 }
 
 /* No further steps; released now, or when the step under way is over. */
@@ -202,18 +215,21 @@ static bool alive(const decode_sequence *s)
     return !s->given_up && !s->ending;
 }
 
-/* The sender's last word on an unfinished transfer: its blocks are free to go. */
-static void sender_done(pd_role_core *core, decode_sequence *s)
+/* The sender's last word: it writes no more. Who waits for what has not come hears of it; what has
+ * come is checked to the end. s may be gone afterwards. */
+static void sender_done(pd_role_core *core, decode_sequence *s, const char *reason)
 {
-    if (!s->given_up) {
+    bool lacks = !s->bound || !pd_landing_written(&s->landing);
+
+    s->landing.closed = true;
+    if (s->given_up) {
+        settle(core, s);
+    } else if (lacks) {
         if (s->started)
-            say_failed(core, &s->key, s->id, PD_E_PEER, "the prefill worker gave up");
+            say_failed(core, &s->key, s->id, PD_E_PEER, reason);
         core->counters.cancelled += !s->started;
-        release(core, s); /* still landing: quarantined */
+        give_up(core, s);
     }
-    bool acked = pd_lease_sender_acked(core->leases, pd_ship_seal_request(&s->key), s->key.epoch);
-    pd_assert(acked);
-    forget(core, s);
 }
 
 /* ---- steps ---- */
@@ -315,15 +331,6 @@ static void decode_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_
 
 /* ---- messages ---- */
 
-static bool sender_is_dead(const pd_role_core *core, uint64_t incarnation)
-{
-    for (uint32_t i = 0; i < DEAD_SENDERS; i++) {
-        if (incarnation != 0 && core->dead_senders[i] == incarnation)
-            return true;
-    }
-    return false;
-}
-
 /* When the running sequence that is nearest to its end will be there. */
 static uint32_t retry_after_ms(const pd_role_core *core)
 {
@@ -342,59 +349,154 @@ static uint32_t retry_after_ms(const pd_role_core *core)
     return (uint32_t)(ms < least_ms ? least_ms : ms > most_ms ? most_ms : ms);
 }
 
-static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns)
+static void on_all_landed(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
+{
+    pd_message message = {.kind = PD_MSG_LANDED};
+
+    s->landed = true;
+    s->kv_tokens = s->prompt_tokens;
+    pd_lease_landed(core->leases, s->lease);
+    pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks, s->hashes_count);
+    message.landed.key = s->key;
+    message.landed.started = s->started;
+    core->sink.send(core->sink.ctx, s->key.router, &message);
+    if (s->started) {
+        join(core, s, now_ns);
+        run_step(core);
+    }
+}
+
+/* The same question is answered alike however often it comes. */
+static void say_lease(pd_role_core *core, const decode_sequence *s)
 {
     pd_message message = {.kind = PD_MSG_LEASE_REPLY};
     pd_msg_lease_reply *reply = &message.lease_reply;
-    decode_sequence *s = NULL;
-    const char *reason = "";
 
-    if (find(core, &asked->key) != NULL) {
-        pd_log_req_warn(asked->id, "msg=\"a lease was asked for twice; the second is ignored\"");
+    reply->key = s->key;
+    reply->bound = s->bound;
+    if (s->bound) {
+        reply->held_blocks = s->held;
+        reply->blocks = s->lease->blocks + s->held;
+        reply->blocks_count = s->prompt_blocks - s->held;
+    } else if (core->options.prefix_cache) {
+        reply->held_blocks = pd_prefix_cache_peek(core->blocks.cache, s->hashes, s->hashes_count);
+    }
+    core->sink.send(core->sink.ctx, s->key.router, &message);
+}
+
+static void say_no_lease(pd_role_core *core, const pd_request_key *key, const char *id,
+                         pd_status status, const char *reason)
+{
+    pd_message message = {.kind = PD_MSG_LEASE_REPLY};
+    pd_msg_lease_reply *reply = &message.lease_reply;
+
+    reply->key = *key;
+    reply->status = status;
+    if (status == PD_E_OVERLOAD)
+        reply->retry_after_ms = retry_after_ms(core);
+    snprintf(reply->reason, sizeof reply->reason, "%s", reason);
+    pd_log_req_debug(id, "msg=\"lease refused: %s\" status=%s", reason, pd_status_name(status));
+    core->sink.send(core->sink.ctx, key->router, &message);
+}
+
+/* PD_E_OVERLOAD, with *reason_out: the promise stands. */
+static pd_status bind(pd_role_core *core, decode_sequence *s, const char **reason_out)
+{
+    pd_status status = decode_admit_bind(&core->admit, s, reason_out);
+
+    if (status != PD_OK)
+        return status;
+    core->counters.tokens_cached += (uint64_t)s->held * core->options.layout.block_tokens;
+    pd_log_req_debug(s->id, "msg=\"bound\" blocks=%u held_blocks=%u", s->lease->blocks_count,
+                     s->held);
+    return PD_OK;
+}
+
+static void say_bound(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
+{
+    say_lease(core, s);
+    if (pd_landing_landed(&s->landing)) /* all of it was held */
+        on_all_landed(core, s, now_ns);
+}
+
+static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns,
+                       decode_sequence **sequence_out, const char **reason_out)
+{
+    if (core->draining) {
+        *reason_out = "the worker is draining";
+        return PD_E_OVERLOAD;
+    }
+    if (decode_senders_is_dead(&core->senders, asked->sender.incarnation)) {
+        /* the router believes in a peer that is gone */
+        pd_log_req_warn(asked->id, "msg=\"lease refused: its sender is gone\" sender=%s",
+                        asked->sender.name);
+        *reason_out = "the sender is gone";
+        return PD_E_PEER;
+    }
+    if (core->live >= core->admit.sequences_max) {
+        *reason_out = "as many sequences as may wait here are waiting";
+        return PD_E_OVERLOAD;
+    }
+    return decode_admit_promise(&core->admit, asked, now_ns, sequence_out, reason_out);
+}
+
+static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns)
+{
+    decode_sequence *s = find(core, &asked->key);
+    const char *reason = "it was given up";
+
+    if (s != NULL && alive(s)) {
+        say_lease(core, s);
         return;
     }
     core->counters.requests++;
-    reply->key = asked->key;
-    if (core->draining) {
-        reason = "the worker is draining";
-        reply->status = PD_E_OVERLOAD;
-    } else if (sender_is_dead(core, asked->prefill_incarnation)) {
-        reason = "the prefill worker is gone";
-        reply->status = PD_E_PEER;
-    } else if (core->live >= core->admit.sequences_max) {
-        reason = "as many sequences as may wait here are waiting";
-        reply->status = PD_E_OVERLOAD;
-    } else {
-        reply->status = decode_admit_lease(&core->admit, asked, now_ns, &s, reply, &reason);
-    }
-    if (reply->status == PD_OK) {
-        if (s->ttl_ns == 0)
-            s->ttl_ns = core->options.lost_after_ns;
-        pd_lease_renew(s->lease, now_ns + s->ttl_ns);
-        s->next = core->sequences;
-        if (s->next != NULL)
-            s->next->prev = s;
-        core->sequences = s;
-        core->live++;
-        uint32_t block_tokens = core->options.layout.block_tokens;
-        core->counters.tokens_cached += (uint64_t)s->held * block_tokens;
-        if (s->landed)
-            s->kv_tokens = s->prompt_tokens;
-        pd_log_req_debug(s->id, "msg=\"leased\" blocks=%u held_blocks=%u", s->lease->blocks_count,
-                         s->held);
-    } else {
+    pd_status status = PD_E_NOT_FOUND;
+    if (s == NULL)
+        status = lease(core, asked, now_ns, &s, &reason);
+    if (status != PD_OK) {
         core->counters.refused++;
-        if (reply->status == PD_E_OVERLOAD)
-            reply->retry_after_ms = retry_after_ms(core);
-        if (reply->status == PD_E_PEER) /* the router believes in a peer that is gone */
-            pd_log_req_warn(asked->id, "msg=\"lease refused: %s\" prefill=%s", reason,
-                            asked->prefill);
-        else
-            pd_log_req_debug(asked->id, "msg=\"lease refused: %s\" status=%s", reason,
-                             pd_status_name(reply->status));
+        say_no_lease(core, &asked->key, asked->id, status, reason);
+        return;
     }
-    snprintf(reply->reason, sizeof reply->reason, "%s", reason);
-    core->sink.send(core->sink.ctx, asked->key.router, &message);
+    if (s->ttl_ns == 0)
+        s->ttl_ns = core->options.lost_after_ns;
+    pd_lease_renew(s->lease, now_ns + s->ttl_ns);
+    s->next = core->sequences;
+    if (s->next != NULL)
+        s->next->prev = s;
+    core->sequences = s;
+    core->live++;
+    pd_log_req_debug(s->id, "msg=\"leased\" blocks=%u", s->lease->promised);
+    status = asked->bind ? bind(core, s, &reason) : PD_OK;
+    if (status != PD_OK) {
+        core->counters.refused++;
+        say_no_lease(core, &s->key, s->id, status, reason);
+        release(core, s);
+    } else if (asked->bind) {
+        say_bound(core, s, now_ns);
+    } else {
+        say_lease(core, s);
+    }
+}
+
+static void on_bind(pd_role_core *core, const pd_msg_bind *asked, uint64_t now_ns)
+{
+    decode_sequence *s = find(core, &asked->key);
+    const char *reason = "";
+
+    if (s == NULL || !alive(s)) {
+        say_no_lease(core, &asked->key, "", PD_E_NOT_FOUND, "there is no lease for it");
+        return;
+    }
+    if (s->bound) {
+        say_lease(core, s);
+        return;
+    }
+    pd_status status = bind(core, s, &reason);
+    if (status == PD_OK)
+        say_bound(core, s, now_ns);
+    else
+        say_no_lease(core, &s->key, s->id, status, reason);
 }
 
 static const char *check_start(const pd_role_core *core, const decode_sequence *s,
@@ -462,8 +564,11 @@ static void on_decode_start(pd_role_core *core, const pd_msg_decode_start *asked
         return;
     }
     s->started = true;
-    s->landing_deadline_ns =
-        asked->landing_ms == 0 ? UINT64_MAX : now_ns + asked->landing_ms * PD_NS_PER_MS;
+    s->landing_ask_ns = s->landing_deadline_ns = UINT64_MAX;
+    if (asked->landing_ms > 0) {
+        s->landing_ask_ns = now_ns + asked->landing_ms * PD_NS_PER_MS / 2;
+        s->landing_deadline_ns = now_ns + asked->landing_ms * PD_NS_PER_MS;
+    }
     if (s->landed) {
         join(core, s, now_ns);
         run_step(core);
@@ -482,76 +587,48 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel)
         give_up(core, s);
         s = find(core, &cancel->key);
     }
-    if (s != NULL && s->given_up && cancel->unwritten)
-        sender_done(core, s);
-}
-
-static void refuse_sender(pd_role_core *core, uint64_t incarnation)
-{
-    if (sender_is_dead(core, incarnation))
-        return;
-    core->dead_senders[core->dead_senders_next] = incarnation;
-    core->ended_senders[core->dead_senders_next] = false;
-    core->dead_senders_next = (core->dead_senders_next + 1) % DEAD_SENDERS;
+    if (s != NULL && cancel->unwritten)
+        sender_done(core, s, "");
 }
 
 /* No write of that incarnation can land any more. What it wrote in full goes on. */
-static void decode_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
+static void sender_dead(pd_role_core *core, uint64_t incarnation)
 {
-    (void)now_ns;
     if (incarnation == 0)
         return;
-    refuse_sender(core, incarnation);
     for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
         next = s->next;
         if (s->lease->prefill == incarnation && !s->landed)
-            sender_done(core, s);
+            sender_done(core, s, "its sender is gone");
     }
-    uint32_t left = pd_lease_sender_dead(core->leases, incarnation);
-    pd_assert(left == 0);
 }
 
 /* Its process has ended: no router can bring it back. */
-static void decode_peer_ended(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
+static void decode_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
 {
-    decode_peer_dead(core, incarnation, now_ns);
-    for (uint32_t i = 0; i < DEAD_SENDERS; i++)
-        core->ended_senders[i] |= incarnation != 0 && core->dead_senders[i] == incarnation;
+    (void)now_ns;
+    decode_senders_refuse(&core->senders, incarnation, true);
+    sender_dead(core, incarnation);
 }
 
-/* A router gave it up and another one, or the same anew, counts on it: it may write again. What is
- * quarantined stays so until its last word. */
-static void on_peer_up(pd_role_core *core, const pd_msg_peer_up *peer)
+static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer)
 {
-    for (uint32_t i = 0; i < DEAD_SENDERS; i++) {
-        if (peer->incarnation == 0 || core->dead_senders[i] != peer->incarnation)
-            continue;
-        if (core->ended_senders[i]) {
-            pd_log_warn("msg=\"a peer is announced whose process has ended\" peer=%s", peer->name);
-            continue;
-        }
-        core->dead_senders[i] = 0;
-        pd_log_info("msg=\"a peer that was given up is back\" peer=%s", peer->name);
-    }
-}
-
-static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
-{
+    decode_senders_refuse(&core->senders, peer->incarnation, false);
     if (!peer->may_write) {
-        decode_peer_dead(core, peer->incarnation, now_ns);
+        sender_dead(core, peer->incarnation);
         return;
     }
     /* Given up, and yet a process: it stands still, or is on its way out. Nobody waits for it any
      * more; its blocks stay taken until it is dead. */
-    refuse_sender(core, peer->incarnation);
     for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
         next = s->next;
-        if (s->lease->prefill != peer->incarnation || s->landed || s->given_up)
+        if (s->lease->prefill != peer->incarnation || s->landed || !alive(s) ||
+            (s->bound && pd_landing_written(&s->landing)))
             continue;
         if (s->started)
-            say_failed(core, &s->key, s->id, PD_E_PEER, "the prefill worker was given up");
+            say_failed(core, &s->key, s->id, PD_E_PEER, "the sender was given up");
         core->counters.cancelled += !s->started;
-        release(core, s);
+        give_up(core, s);
     }
 }
 
@@ -567,6 +644,7 @@ static const pd_request_key *key_of(const pd_message *message)
 {
     switch (message->kind) {
     case PD_MSG_LEASE_REQUEST: return &message->lease_request.key;
+    case PD_MSG_BIND: return &message->bind.key;
     case PD_MSG_DECODE_START: return &message->decode_start.key;
     case PD_MSG_CANCEL: return &message->cancel.key;
     default: return NULL;
@@ -586,10 +664,11 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     }
     switch (message->kind) {
     case PD_MSG_LEASE_REQUEST: on_lease_request(core, &message->lease_request, now_ns); break;
+    case PD_MSG_BIND: on_bind(core, &message->bind, now_ns); break;
     case PD_MSG_DECODE_START: on_decode_start(core, &message->decode_start, now_ns); break;
     case PD_MSG_CANCEL: on_cancel(core, &message->cancel); break;
-    case PD_MSG_PEER_UP: on_peer_up(core, &message->peer_up); break;
-    case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
+    case PD_MSG_PEER_UP: decode_senders_welcome(&core->senders, &message->peer_up); break;
+    case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone); break;
     case PD_MSG_WELCOME:
     case PD_MSG_ROUTER_HEARTBEAT: on_heartbeat(core, router, now_ns); break;
     case PD_MSG_SNAPSHOT_REQUEST:
@@ -602,42 +681,42 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
 
 /* ---- the data plane ---- */
 
-static void on_all_landed(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
+static void take_landing(pd_role_core *core, decode_sequence *s, pd_land_result result,
+                         uint64_t now_ns)
 {
-    if (s->given_up) {
-        bool acked =
-            pd_lease_sender_acked(core->leases, pd_ship_seal_request(&s->key), s->key.epoch);
-        pd_assert(acked);
-        forget(core, s);
-        return;
-    }
-    pd_lease_landed(core->leases, s->lease);
-    s->kv_tokens = s->prompt_tokens;
-    pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks, s->hashes_count);
-    if (s->started) {
-        join(core, s, now_ns);
-        run_step(core);
-    }
+    if (s->given_up)
+        settle(core, s);
+    else if (result == PD_LAND_DONE)
+        on_all_landed(core, s, now_ns);
+    else if (result == PD_LAND_BROKEN)
+        fail(core, s, PD_E_MISMATCH, "a block's seal does not match its bytes");
 }
 
 static void on_blocks(pd_role_core *core, const pd_notice *notice, uint64_t now_ns)
 {
     decode_sequence *s = find(core, &notice->key);
+    pd_land_result result = PD_LAND_IGNORED;
 
-    if (s == NULL) {
+    if (s != NULL && s->bound)
+        result = pd_land_on_notice(&core->lander, &s->landing, notice);
+    if (result == PD_LAND_IGNORED)
         core->counters.notices_ignored++;
-        return;
-    }
-    decode_landing landing = decode_land_on_blocks(s, notice, &core->options, &core->sink);
-    if (landing == DECODE_LAND_BROKEN) {
-        fail(core, s, PD_E_MISMATCH, "a block's seal does not match its bytes");
-        /* The blocks are the sender's until its last word, and this notice is a part of it. */
-        landing = decode_land_on_blocks(s, notice, &core->options, &core->sink);
-    }
-    if (landing == DECODE_LAND_IGNORED)
-        core->counters.notices_ignored++;
-    else if (landing == DECODE_LAND_DONE)
-        on_all_landed(core, s, now_ns);
+    else
+        take_landing(core, s, result, now_ns);
+}
+
+static decode_sequence *sequence_of(pd_landing *landing)
+{
+    return (decode_sequence *)((unsigned char *)landing - offsetof(decode_sequence, landing));
+}
+
+static void decode_on_checked(pd_role_core *core, const pd_checked *checked, uint64_t now_ns)
+{
+    pd_landing *landing;
+    pd_land_result result = pd_land_on_checked(&core->lander, checked, &landing);
+
+    if (landing != NULL)
+        take_landing(core, sequence_of(landing), result, now_ns);
 }
 
 static void on_abort(pd_role_core *core, const pd_notice *notice)
@@ -651,7 +730,7 @@ static void on_abort(pd_role_core *core, const pd_notice *notice)
                          (notice->key.number == 0 || (s->key.number == notice->key.number &&
                                                       s->key.epoch == notice->key.epoch));
             if (named && !s->landed && s->lease->prefill == notice->sender) {
-                sender_done(core, s);
+                sender_done(core, s, "the sender gave up");
                 any = true;
             }
         }
@@ -711,8 +790,11 @@ static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
             give_up(core, s);
         } else if (s->started && !s->landed && now_ns >= s->landing_deadline_ns) {
             fail(core, s, PD_E_TIMEOUT, "the prompt's blocks did not come in time");
+        } else if (s->started && s->bound && !s->landed && now_ns >= s->landing_ask_ns) {
+            pd_land_ask_missing(&core->lander, &s->landing);
         }
     }
+    pd_land_retry(&core->lander);
     run_step(core);
     pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);
     pd_blocks_tick(&core->blocks);
@@ -775,10 +857,11 @@ const pd_role_ops decode_role = {
     .create = decode_create,
     .destroy = decode_destroy,
     .on_message = decode_on_message,
+    .on_checked = decode_on_checked,
     .on_step_done = decode_on_step_done,
     .on_transfer = decode_on_transfer,
     .on_tick = decode_on_tick,
-    .peer_dead = decode_peer_ended,
+    .peer_dead = decode_peer_dead,
     .drain = decode_drain,
     .cancel_all = decode_cancel_all,
     .idle = decode_idle,

@@ -2,34 +2,34 @@
 
 /* decode-worker/sequence.h - one request at a decode worker, from its lease to its last token.
  *
- * One struct for the modules of this room: admit fills the lease's part, land the landing's, batch
- * the running part. Once given up while a sender may still write, what is left of it is the
- * quarantine: the landing's part alone. */
+ * One struct for the modules of this room: admit fills the lease's part, common/worker/land the
+ * landing's, batch the running part. Once given up while a sender may still write, or a check still
+ * reads, what is left of it is the quarantine: the landing's part alone. */
 
 #include "common/kv/lease.h"
-#include "common/worker/role.h"
+#include "common/worker/land.h"
 
 typedef struct decode_sequence {
     struct decode_sequence *prev, *next; /* of all */
     pd_request_key key;
     char id[PD_REQUEST_ID_BYTES];
-    void *memory; /* of the arrays below up to landed_bits */
 
     /* admit: the lease */
     pd_lease *lease;
     uint64_t ttl_ns;
-    uint32_t prompt_tokens; /* have their KV when all has landed */
+    uint32_t prompt_tokens; /* have their KV when all has landed; of a request that was begun
+                               elsewhere, with the answer so far */
     uint32_t prompt_blocks;
     uint32_t capacity;     /* tokens whose KV has room */
     uint32_t hashes_count; /* of full blocks, known so far; the answer's follow the prompt's */
     pd_hash128 *hashes;    /* [capacity / block_tokens] */
     uint64_t granted_ns;
 
-    /* land: what is there of [prompt_blocks - held] blocks in each group */
+    /* land: the prompt's blocks from held on */
     uint32_t held;
-    uint32_t to_land, landed_count; /* (block, group) pairs */
-    uint64_t *landed_bits;
-    bool landed;   /* everything is there: nobody writes any more */
+    pd_landing landing;
+    bool bound;
+    bool landed;   /* everything is there and good: nobody writes any more */
     bool given_up; /* quarantined, or about to be */
 
     /* batch: the answer; set by decode_start */
@@ -42,7 +42,8 @@ typedef struct decode_sequence {
     uint32_t end_tokens_count;
     uint32_t max_tokens;
     pd_sampling sampling;
-    uint32_t kv_tokens; /* positions whose KV is computed or landed */
+    uint32_t kv_tokens;      /* positions whose KV is computed or landed */
+    uint64_t landing_ask_ns; /* what is missing by then is asked for again */
     uint64_t landing_deadline_ns;
     uint64_t ready_ns;
     bool in_batch, in_step;

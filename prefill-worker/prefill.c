@@ -5,57 +5,14 @@
 #include "common/base/mem.h"
 #include "common/worker/blocks.h"
 #include "common/worker/key_table.h"
-#include "common/worker/links.h"
-#include "common/worker/prefill_queue.h"
+#include "common/worker/last_words.h"
 #include "common/worker/token_batch.h"
+#include "prefill-worker/ship_plan.h"
 
 #include <stdio.h>
 #include <string.h>
 
-typedef struct request {
-    pd_prefill_item item; /* first: an item is its request */
-    struct request *prev, *next;
-    pd_request_key key;
-    char id[PD_REQUEST_ID_BYTES];
-    /* what is asked; the arrays lie in one piece of memory behind memory */
-    void *memory;
-    uint32_t *tokens; /* [item.tokens] */
-    pd_hash128 *hashes;
-    uint32_t *end_tokens;
-    pd_block *targets; /* [blocks_count - held], in the decode worker's pool */
-    pd_block *blocks;  /* [blocks_count], in the own pool, once item.started */
-    uint32_t hashes_count, end_tokens_count, blocks_count, held;
-    pd_sampling sampling;
-    uint32_t max_tokens;
-    bool ship;
-    uint64_t receiver; /* the decode worker's incarnation */
-    uint64_t link_tag;
-    uint64_t ticket;
-    uint64_t deadline_ns; /* UINT64_MAX: none */
-    /* how it stands */
-    bool in_step;
-    bool computed;         /* the first token is out */
-    pd_status status;      /* not PD_OK: it is ending */
-    const char *reason;    /* a literal */
-    uint32_t shipped;      /* blocks before this one have left or are held there */
-    uint32_t posted, sent; /* notices */
-    uint32_t cached;       /* tokens */
-    uint64_t arrived_ns, started_ns, ended_ns;
-    uint64_t wire_ns; /* of all writes that landed, hidden behind computing or not */
-    uint64_t compute_ns;
-    uint64_t ship_bytes;
-    bool may_land; /* as pd_msg_prefill_done says it */
-    bool unclosed; /* its link's close was given up: puts may be under way for ever */
-} request;
-
-/* An abort for a decode worker whose link is not up. Words of a newer link end what an older one
- * may still carry (common/transfer), so one owed since a link broke may be paid by the next. */
-typedef struct owed_abort {
-    uint64_t receiver; /* 0: unused */
-    pd_request_key key;
-} owed_abort;
-
-enum { OWED_MAX = 256 };
+#define SAY_STARTED_NS (500 * PD_NS_PER_MS)
 
 struct pd_role_core {
     pd_role_options options;
@@ -65,18 +22,18 @@ struct pd_role_core {
     pd_links links;
     pd_cost cost;
     pd_prefill_queue queue;
-    pd_key_table *by_key;    /* requests */
-    pd_key_table *by_ticket; /* the same, under {0, ticket, 0} */
-    request *requests;       /* list of all */
+    pd_key_table *by_key;         /* requests */
+    pd_key_table *by_ticket;      /* the same, under {0, ticket, 0} */
+    prefill_request *head, *tail; /* of all, oldest first */
     uint64_t ticket_next;
     pd_token_batch tokens;
     pd_step step;
     pd_step_slice *slices;    /* [max_batch] */
     pd_prefill_item **picked; /* [max_batch] */
     bool stepping, draining;
+    bool ship_waits; /* the carrier had no room for a shipment */
     uint64_t steps_done;
-    owed_abort owed[OWED_MAX];
-    uint32_t owed_next;
+    pd_last_words words;
     pd_role_counters counters;
 };
 
@@ -120,6 +77,7 @@ static pd_status prefill_create(const pd_role_options *options, const pd_role_si
     uint32_t requests_max = waiting_max * 2;
     core->slices = pd_calloc(options->max_batch, sizeof *core->slices);
     core->picked = pd_calloc(options->max_batch, sizeof *core->picked);
+    pd_last_words_init(&core->words, &core->options, &core->sink, &core->links);
     status = core->slices == NULL || core->picked == NULL ? PD_E_NOMEM : PD_OK;
     if (status == PD_OK)
         status = pd_blocks_init(&core->blocks, options->layout.blocks, options->prefix_cache);
@@ -139,20 +97,14 @@ static pd_status prefill_create(const pd_role_options *options, const pd_role_si
     return PD_OK;
 }
 
-static void request_free(request *r)
-{
-    pd_free(r->memory);
-    pd_free(r);
-}
-
 static void prefill_destroy(pd_role_core *core)
 {
     if (core == NULL)
         return;
-    while (core->requests != NULL) {
-        request *r = core->requests;
-        core->requests = r->next;
-        request_free(r);
+    while (core->head != NULL) {
+        prefill_request *r = core->head;
+        core->head = r->next;
+        prefill_request_free(r);
     }
     pd_token_batch_fini(&core->tokens);
     pd_key_table_destroy(core->by_key);
@@ -169,53 +121,6 @@ static void prefill_destroy(pd_role_core *core)
 static pd_request_key ticket_key(uint64_t ticket)
 {
     return (pd_request_key){.number = ticket};
-}
-
-static void abort_at(pd_role_core *core, const pd_link *link, const pd_request_key *key)
-{
-    pd_notice notice = {
-        .kind = PD_NOTICE_ABORT,
-        .key = *key,
-        .sender = core->options.incarnation,
-        .receiver = link->incarnation,
-    };
-
-    if (core->sink.notify(core->sink.ctx, link->peer, &notice) != PD_OK)
-        pd_log_warn("msg=\"an abort could not be posted; the link's end will tell\" peer=%s "
-                    "number=%llu epoch=%u",
-                    link->name, (unsigned long long)key->number, key->epoch);
-}
-
-static void owe_abort(pd_role_core *core, uint64_t receiver, const pd_request_key *key)
-{
-    if (core->owed[core->owed_next].receiver != 0)
-        pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
-                    "quarantined until this worker ends\" receiver=%016llx",
-                    (unsigned long long)core->owed[core->owed_next].receiver);
-    core->owed[core->owed_next] = (owed_abort){.receiver = receiver, .key = *key};
-    core->owed_next = (core->owed_next + 1) % OWED_MAX;
-}
-
-static void pay_aborts(pd_role_core *core, const pd_link *link)
-{
-    for (uint32_t i = 0; i < OWED_MAX; i++) {
-        owed_abort *owed = &core->owed[i];
-        if (owed->receiver != link->incarnation || owed->receiver == 0)
-            continue;
-        owed->receiver = 0;
-        abort_at(core, link, &owed->key);
-    }
-}
-
-static void abort_everywhere(pd_role_core *core, const pd_request_key *key)
-{
-    for (uint32_t i = 0; i < core->links.count; i++) {
-        const pd_link *link = &core->links.links[i];
-        if (link->state == PD_LINK_UP)
-            abort_at(core, link, key);
-        else if (link->state == PD_LINK_WAITING || link->state == PD_LINK_CONNECTING)
-            owe_abort(core, link->incarnation, key);
-    }
 }
 
 static void say_link(pd_role_core *core, uint64_t router, const pd_link *link, bool up,
@@ -245,7 +150,7 @@ static float ms_between(uint64_t from_ns, uint64_t to_ns)
     return from_ns == 0 || to_ns <= from_ns ? 0 : (float)((double)(to_ns - from_ns) / 1e6);
 }
 
-static void say_done(pd_role_core *core, const request *r)
+static void say_done(pd_role_core *core, const prefill_request *r)
 {
     pd_message message = {.kind = PD_MSG_PREFILL_DONE};
     pd_msg_prefill_done *done = &message.prefill_done;
@@ -259,28 +164,38 @@ static void say_done(pd_role_core *core, const request *r)
     done->ship_ms = (float)((double)r->wire_ns / 1e6);
     done->ship_bytes = r->ship_bytes;
     done->may_land = r->may_land;
+    done->again = r->again;
     snprintf(done->reason, sizeof done->reason, "%s", r->reason);
+    core->sink.send(core->sink.ctx, r->key.router, &message);
+}
+
+static void say_started(pd_role_core *core, prefill_request *r, uint64_t now_ns)
+{
+    pd_message message = {.kind = PD_MSG_PREFILL_STARTED};
+
+    message.prefill_started.key = r->key;
+    r->said_started_ns = now_ns;
     core->sink.send(core->sink.ctx, r->key.router, &message);
 }
 
 static void refuse(pd_role_core *core, const pd_msg_prefill_request *asked, const pd_link *link,
                    pd_status status, const char *reason)
 {
-    request r = {.key = asked->key, .status = status, .reason = reason};
+    prefill_request r = {.key = asked->key, .status = status, .reason = reason};
 
     core->counters.refused++;
     pd_log_req_warn(asked->id, "msg=\"prefill refused: %s\" status=%s", reason,
                     pd_status_name(status));
     if (asked->ship && link != NULL)
-        abort_at(core, link, &asked->key);
+        pd_last_words_abort(&core->words, link, &asked->key);
     else if (asked->ship)
-        owe_abort(core, asked->decode_incarnation, &asked->key);
+        pd_last_words_owe(&core->words, asked->decode_incarnation, &asked->key);
     say_done(core, &r);
 }
 
 /* ---- the end of a request ---- */
 
-static bool puts_outstanding(pd_role_core *core, const request *r)
+static bool puts_outstanding(pd_role_core *core, const prefill_request *r)
 {
     /* A closed link has nothing under way, whatever was reported; and until it is closed, a put
      * that was reported as failed may still be written. */
@@ -289,22 +204,47 @@ static bool puts_outstanding(pd_role_core *core, const request *r)
     return writing && pd_links_by_tag(&core->links, r->link_tag) != NULL;
 }
 
-static void finish(pd_role_core *core, request *r)
+static void say_last_word(pd_role_core *core, prefill_request *r)
 {
-    pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
+    const pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
 
-    if (r->status != PD_OK && r->ship && link != NULL && link->state == PD_LINK_UP) {
-        abort_at(core, link, &r->key);
-    } else if (r->status != PD_OK && r->ship) {
-        /* The last word goes by the next link. What was on its way by this one may land until then,
-         * and, where the link could not be closed, even after. */
-        r->may_land = r->item.started;
-        if (!r->unclosed)
-            owe_abort(core, r->receiver, &r->key);
+    if (link != NULL && link->state == PD_LINK_UP) {
+        pd_last_words_abort(&core->words, link, &r->key);
+        return;
     }
+    /* The last word goes by the next link. What was on its way by this one may land until then,
+     * and, where the link could not be closed, even after. */
+    r->may_land = r->posted > 0;
+    if (!r->unclosed)
+        pd_last_words_owe(&core->words, r->receiver, &r->key);
+}
+
+static void forget(pd_role_core *core, prefill_request *r)
+{
+    pd_request_key ticket = ticket_key(r->ticket);
+
+    pd_key_table_remove(core->by_key, &r->key);
+    pd_key_table_remove(core->by_ticket, &ticket);
+    if (r->prev != NULL)
+        r->prev->next = r->next;
+    else
+        core->head = r->next;
+    if (r->next != NULL)
+        r->next->prev = r->prev;
+    else
+        core->tail = r->prev;
+    prefill_request_free(r);
+}
+
+static void finish(pd_role_core *core, prefill_request *r)
+{
+    bool whole = r->status == PD_OK && !r->answer_ended;
+
+    if (r->ship && !whole)
+        say_last_word(core, r);
     if (r->item.started)
         pd_prefix_cache_drop(core->blocks.cache, r->blocks, r->blocks_count, PD_CLAIM_RUNNING);
-    if (r->status == PD_OK)
+    if (r->status == PD_OK || !r->word_owed)
         core->counters.finished++;
     else if (r->status == PD_E_CANCELLED)
         core->counters.cancelled++;
@@ -312,32 +252,32 @@ static void finish(pd_role_core *core, request *r)
         core->counters.failed++;
     pd_log_req_debug(r->id, "msg=\"prefill ends\" status=%s reason=\"%s\" cached=%u computed=%u",
                      pd_status_name(r->status), r->reason, r->cached, r->item.done - r->cached);
-    say_done(core, r);
-
-    pd_request_key ticket = ticket_key(r->ticket);
-    pd_key_table_remove(core->by_key, &r->key);
-    pd_key_table_remove(core->by_ticket, &ticket);
-    if (r->prev != NULL)
-        r->prev->next = r->next;
-    else
-        core->requests = r->next;
-    if (r->next != NULL)
-        r->next->prev = r->prev;
-    request_free(r);
+    if (r->word_owed)
+        say_done(core, r);
+    forget(core, r);
 }
 
-/* Ends the request if nothing is under way for it any more; r may be gone afterwards. */
-static void settle(pd_role_core *core, request *r)
+/* Goes on with a request that nothing is under way for: it ends, or its copies are held until the
+ * decode worker has checked what it got. r may be gone afterwards. */
+static void settle(pd_role_core *core, prefill_request *r)
 {
     if (r->in_step || puts_outstanding(core, r))
         return;
-    if (r->status == PD_OK && !r->computed)
+    if (r->status != PD_OK || (r->computed && (!r->ship || r->answer_ended))) {
+        finish(core, r);
         return;
-    finish(core, r);
+    }
+    if (!r->computed || !prefill_ship_complete(r))
+        return;
+    if (r->word_owed)
+        say_done(core, r);
+    r->word_owed = false;
+    if (r->released)
+        finish(core, r);
 }
 
 /* The first reason stands. r may be gone afterwards. */
-static void end_early(pd_role_core *core, request *r, pd_status status, const char *reason,
+static void end_early(pd_role_core *core, prefill_request *r, pd_status status, const char *reason,
                       uint64_t now_ns)
 {
     if (r->status == PD_OK) {
@@ -345,11 +285,65 @@ static void end_early(pd_role_core *core, request *r, pd_status status, const ch
         r->reason = reason;
         r->ended_ns = now_ns;
         pd_prefill_queue_remove(&core->queue, &r->item);
-        if (status != PD_E_CANCELLED)
+        if (r->sent < r->posted)
+            core->sink.unship(core->sink.ctx, r->ticket);
+        if (status != PD_E_CANCELLED && r->word_owed)
             pd_log_req_warn(r->id, "msg=\"prefill fails: %s\" status=%s", reason,
                             pd_status_name(status));
     }
     settle(core, r);
+}
+
+/* ---- shipping ---- */
+
+/* Posts what can leave. False: the request has failed and may be gone. */
+static bool ship_ready(pd_role_core *core, prefill_request *r, uint64_t now_ns)
+{
+    const pd_kv_layout *layout = &core->options.layout;
+    pd_shipment shipment;
+
+    while (r->status == PD_OK && !r->answer_ended && prefill_ship_next(r, layout, &shipment)) {
+        const pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
+        pd_status status = PD_E_PEER;
+        if (link != NULL && link->state == PD_LINK_UP) {
+            shipment.peer = link->peer;
+            status = core->sink.ship(core->sink.ctx, &shipment);
+        }
+        if (status == PD_E_OVERLOAD) {
+            core->ship_waits = true;
+            return true;
+        }
+        if (status != PD_OK) {
+            end_early(core, r, PD_E_PEER, "the link to the decode worker failed", now_ns);
+            return false;
+        }
+        prefill_ship_posted(r, layout, &shipment);
+        if (shipment.group_first + shipment.groups == layout->groups)
+            core->counters.blocks_shipped += shipment.count;
+    }
+    return true;
+}
+
+/* Oldest first; how several share a link is the carrier's. */
+static void ship_what_waited(pd_role_core *core, uint64_t now_ns)
+{
+    if (!core->ship_waits)
+        return;
+    core->ship_waits = false;
+    for (prefill_request *r = core->head, *next; r != NULL && !core->ship_waits; r = next) {
+        next = r->next;
+        ship_ready(core, r, now_ns);
+    }
+}
+
+static void prefill_on_group(pd_role_core *core, pd_step *step, uint32_t group, uint64_t now_ns)
+{
+    pd_assert(core->stepping && step == &core->step);
+    for (uint32_t i = 0; i < step->slices_count; i++) {
+        prefill_request *r = step->slices[i].request;
+        r->final_groups = group + 1;
+        ship_ready(core, r, now_ns); /* in the step: it stays */
+    }
 }
 
 /* ---- steps ---- */
@@ -357,7 +351,7 @@ static void end_early(pd_role_core *core, request *r, pd_status status, const ch
 static pd_status start(void *ctx, pd_prefill_item *item)
 {
     pd_role_core *core = ctx;
-    request *r = (request *)item;
+    prefill_request *r = (prefill_request *)item;
     uint32_t block_tokens = core->options.layout.block_tokens;
     uint32_t usable = (item->tokens - 1) / block_tokens; /* one token is always computed */
     uint32_t held = 0;
@@ -376,49 +370,42 @@ static pd_status start(void *ctx, pd_prefill_item *item)
     return PD_OK;
 }
 
-static uint32_t valid_tokens(const pd_role_core *core, const request *r, uint32_t block)
+/* Those of a failed step are stepped alone, so that only who is at fault fails. */
+static uint32_t pick(pd_role_core *core)
 {
-    uint32_t block_tokens = core->options.layout.block_tokens;
-    uint32_t rest = r->item.tokens - block * block_tokens;
-
-    return rest < block_tokens ? rest : block_tokens;
+    for (pd_prefill_item *item = core->queue.head; item != NULL; item = item->next) {
+        uint32_t left = item->tokens - item->done;
+        if (!((prefill_request *)item)->solo)
+            continue;
+        item->take = left < core->options.chunk_tokens ? left : core->options.chunk_tokens;
+        core->picked[0] = item;
+        return 1;
+    }
+    return pd_prefill_queue_pick(&core->queue, core->options.chunk_tokens, start, core,
+                                 core->picked, core->options.max_batch);
 }
 
-static void plan_ship(const pd_role_core *core, const request *r, uint32_t done_then,
-                      pd_ship *ship_out)
+static double step_ms(const pd_role_core *core, uint32_t count)
 {
-    const pd_link *link = pd_links_by_tag((pd_links *)&core->links, r->link_tag);
-    uint32_t block_tokens = core->options.layout.block_tokens;
-    /* The partial block at the prompt's end leaves with the last chunk only. */
-    uint32_t complete = done_then == r->item.tokens ? r->blocks_count : done_then / block_tokens;
+    uint64_t tokens = 0, context = 0;
 
-    *ship_out = (pd_ship){0};
-    if (!r->ship || complete <= r->shipped || link == NULL || link->state != PD_LINK_UP)
-        return;
-    *ship_out = (pd_ship){
-        .peer = link->peer,
-        .ticket = r->ticket,
-        .key = r->key,
-        .receiver = r->receiver,
-        .first = r->shipped,
-        .count = complete - r->shipped,
-        .sources = r->blocks + r->shipped,
-        .targets = r->targets + (r->shipped - r->held),
-        .valid_tokens = valid_tokens(core, r, complete - 1),
-    };
+    for (uint32_t i = 0; i < count; i++) {
+        tokens += core->picked[i]->take;
+        context += (uint64_t)core->picked[i]->take * core->picked[i]->done;
+    }
+    return pd_cost_prefill_ms(&core->cost, (uint32_t)tokens, (uint32_t)(context / tokens));
 }
 
 static void run_step(pd_role_core *core, uint64_t now_ns)
 {
     if (core->stepping)
         return;
-    uint32_t count = pd_prefill_queue_pick(&core->queue, core->options.chunk_tokens, start, core,
-                                           core->picked, core->options.max_batch);
+    uint32_t count = pick(core);
     if (count == 0)
         return;
+    double ms = step_ms(core, count);
     for (uint32_t i = 0; i < count; i++) {
-        request *r = (request *)core->picked[i];
-        uint32_t then = r->item.done + r->item.take;
+        prefill_request *r = (prefill_request *)core->picked[i];
         core->slices[i] = (pd_step_slice){
             .request = r,
             .id = r->id,
@@ -426,13 +413,16 @@ static void run_step(pd_role_core *core, uint64_t now_ns)
             .count = r->item.take,
             .position = r->item.done,
             .blocks = r->blocks,
-            .want_token = then == r->item.tokens,
+            .want_token = r->item.done + r->item.take == r->item.tokens,
             .sampling = r->sampling,
         };
-        plan_ship(core, r, then, &core->slices[i].ship);
+        prefill_ship_step(r, &core->options.layout, &core->cost, ms);
         r->in_step = true;
-        if (r->started_ns == 0)
+        if (r->started_ns == 0) {
             r->started_ns = now_ns;
+            if (r->ship)
+                say_started(core, r, now_ns);
+        }
     }
     core->stepping = true;
     core->step = (pd_step){
@@ -440,46 +430,52 @@ static void run_step(pd_role_core *core, uint64_t now_ns)
         .slices = core->slices,
         .slices_count = count,
     };
-    pd_links_hold(&core->links);
     core->sink.run(core->sink.ctx, &core->step);
 }
 
-static void answer_first_token(pd_role_core *core, request *r, uint32_t token)
+static void answer_token(pd_role_core *core, prefill_request *r, uint32_t token)
 {
+    pd_step_token answer = {.key = r->key, .index = r->answered, .token = token};
+
+    answer.finish = pd_token_finish(token, r->answered, r->item.tokens, r->end_tokens,
+                                    r->end_tokens_count, r->max_tokens, core->options.context_max);
     r->computed = true;
+    r->answer_ended = answer.finish != PD_FINISH_NONE;
     pd_prefill_queue_remove(&core->queue, &r->item);
-    pd_token_batch_add(
-        &core->tokens,
-        &(pd_step_token){
-            .key = r->key,
-            .index = 0,
-            .token = token,
-            .finish = pd_token_finish(token, 0, r->item.tokens, r->end_tokens, r->end_tokens_count,
-                                      r->max_tokens, core->options.context_max),
-        });
+    pd_token_batch_add(&core->tokens, &answer);
+    if (r->answer_ended && r->sent < r->posted)
+        core->sink.unship(core->sink.ctx, r->ticket);
 }
 
 static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_slice *slice)
 {
-    request *r = slice->request;
+    prefill_request *r = slice->request;
 
     r->in_step = false;
-    r->posted += slice->notices_posted;
     r->compute_ns += step->finished_ns - step->started_ns;
     if (r->status != PD_OK || step->status != PD_OK)
         return;
+    r->solo = false;
     r->item.done += slice->count;
     r->item.take = 0;
     core->counters.tokens_computed += slice->count;
     uint32_t full = r->item.done / core->options.layout.block_tokens;
     pd_blocks_remember(&core->blocks, r->hashes, r->blocks,
                        full < r->hashes_count ? full : r->hashes_count);
-    if (slice->ship.count > 0 && slice->ship_status == PD_OK) {
-        r->shipped = slice->ship.first + slice->ship.count;
-        core->counters.blocks_shipped += slice->ship.count;
-    }
     if (slice->want_token)
-        answer_first_token(core, r, slice->token_out);
+        answer_token(core, r, slice->token_out);
+}
+
+/* Nothing of a failed step is believed. Whose KV has left already cannot take it back. */
+static void take_failure(pd_role_core *core, const pd_step *step, prefill_request *r,
+                         uint64_t now_ns)
+{
+    if (r->status != PD_OK)
+        settle(core, r);
+    else if (step->slices_count == 1 || r->step_left)
+        end_early(core, r, step->status, "the forward step failed", now_ns);
+    else
+        r->solo = true;
 }
 
 static void observe_step(pd_role_core *core, const pd_step *step)
@@ -498,7 +494,6 @@ static void prefill_on_step_done(pd_role_core *core, pd_step *step, uint64_t now
 {
     pd_assert(core->stepping && step == &core->step);
     core->stepping = false;
-    pd_links_let_go(&core->links);
     core->steps_done++;
     core->counters.steps++;
     for (uint32_t i = 0; i < step->slices_count; i++)
@@ -508,14 +503,10 @@ static void prefill_on_step_done(pd_role_core *core, pd_step *step, uint64_t now
     pd_token_batch_send(&core->tokens, &core->options, &core->sink, step,
                         pd_prefill_queue_work_ms(&core->queue, &core->cost));
     for (uint32_t i = 0; i < step->slices_count; i++) {
-        request *r = step->slices[i].request;
+        prefill_request *r = step->slices[i].request;
         if (step->status != PD_OK)
-            end_early(core, r, step->status, "the forward step failed", now_ns);
-        else if (step->slices[i].ship_status != PD_OK)
-            end_early(core, r, PD_E_PEER, "the link to the decode worker failed", now_ns);
-        else if (r->ship && r->computed && r->shipped < r->blocks_count)
-            end_early(core, r, PD_E_PEER, "the link to the decode worker is gone", now_ns);
-        else
+            take_failure(core, step, r, now_ns);
+        else if (ship_ready(core, r, now_ns))
             settle(core, r);
     }
     run_step(core, now_ns);
@@ -523,86 +514,6 @@ static void prefill_on_step_done(pd_role_core *core, pd_step *step, uint64_t now
 }
 
 /* ---- messages ---- */
-
-static const char *check_request(const pd_role_core *core, const pd_msg_prefill_request *asked,
-                                 pd_status *status_out)
-{
-    uint32_t block_tokens = core->options.layout.block_tokens;
-    uint64_t blocks = ((uint64_t)asked->tokens_count + block_tokens - 1) / block_tokens;
-
-    *status_out = PD_E_TOO_LARGE;
-    if (asked->tokens_count > core->options.context_max)
-        return "the prompt is longer than the context";
-    if (blocks > core->options.layout.blocks)
-        return "the prompt needs more KV blocks than there are";
-    *status_out = PD_E_INVALID;
-    if (asked->tokens_count == 0)
-        return "the prompt is empty";
-    if (asked->max_tokens == 0)
-        return "max_tokens is 0";
-    if (asked->hashes_count > asked->tokens_count / block_tokens)
-        return "more hashes than full blocks";
-    if (!asked->ship && asked->max_tokens > 1)
-        return "an answer of several tokens needs a decode worker";
-    if (asked->ship && (uint64_t)asked->held_blocks + asked->blocks_count != blocks)
-        return "held and landing blocks are not the prompt's";
-    for (uint32_t i = 0; i < asked->tokens_count; i++) {
-        if (asked->tokens[i] >= core->options.vocab)
-            return "a token id is not in the vocabulary";
-    }
-    *status_out = PD_E_OVERLOAD;
-    if (core->draining)
-        return "the worker is draining";
-    *status_out = PD_OK;
-    return NULL;
-}
-
-static void *carve(unsigned char **at, const void *source, size_t bytes)
-{
-    void *place = *at;
-
-    if (bytes > 0 && source != NULL)
-        memcpy(place, source, bytes);
-    *at += (bytes + 15) / 16 * 16;
-    return place;
-}
-
-static request *request_copy(const pd_role_core *core, const pd_msg_prefill_request *asked)
-{
-    uint32_t block_tokens = core->options.layout.block_tokens;
-    uint32_t blocks = (asked->tokens_count + block_tokens - 1) / block_tokens;
-    size_t hashes_bytes = asked->hashes_count * sizeof *asked->hashes;
-    size_t tokens_bytes = asked->tokens_count * sizeof *asked->tokens;
-    size_t ends_bytes = asked->end_tokens_count * sizeof *asked->end_tokens;
-    size_t targets_bytes = asked->ship ? asked->blocks_count * sizeof *asked->blocks : 0;
-    size_t blocks_bytes = blocks * sizeof(pd_block);
-    request *r = pd_calloc(1, sizeof *r);
-    unsigned char *at = r == NULL ? NULL
-                                  : pd_malloc(hashes_bytes + tokens_bytes + ends_bytes +
-                                              targets_bytes + blocks_bytes + (size_t)5 * 16);
-
-    if (at == NULL) {
-        pd_free(r);
-        return NULL;
-    }
-    r->memory = at;
-    r->hashes = carve(&at, asked->hashes, hashes_bytes);
-    r->tokens = carve(&at, asked->tokens, tokens_bytes);
-    r->end_tokens = carve(&at, asked->end_tokens, ends_bytes);
-    r->targets = carve(&at, asked->blocks, targets_bytes);
-    r->blocks = carve(&at, NULL, blocks_bytes);
-    r->item.tokens = asked->tokens_count;
-    r->hashes_count = asked->hashes_count;
-    r->end_tokens_count = asked->end_tokens_count;
-    r->blocks_count = blocks;
-    r->held = r->shipped = asked->ship ? asked->held_blocks : 0;
-    r->key = asked->key;
-    memcpy(r->id, asked->id, sizeof r->id);
-    r->sampling = asked->sampling;
-    r->max_tokens = asked->max_tokens;
-    r->reason = "";
-    return r;
-}
 
 static void on_prefill_request(pd_role_core *core, const pd_msg_prefill_request *asked,
                                uint64_t now_ns)
@@ -618,7 +529,11 @@ static void on_prefill_request(pd_role_core *core, const pd_msg_prefill_request 
         asked->ship ? pd_links_by_incarnation(&core->links, asked->decode_incarnation) : NULL;
     if (link != NULL && link->state != PD_LINK_UP)
         link = NULL;
-    const char *wrong = check_request(core, asked, &status);
+    const char *wrong = prefill_request_check(&core->options, asked, &status);
+    if (wrong == NULL && core->draining) {
+        wrong = "the worker is draining";
+        status = PD_E_OVERLOAD;
+    }
     if (wrong != NULL) {
         refuse(core, asked, link, status, wrong);
         return;
@@ -627,7 +542,7 @@ static void on_prefill_request(pd_role_core *core, const pd_msg_prefill_request 
         refuse(core, asked, NULL, PD_E_PEER, "no link to the decode worker");
         return;
     }
-    request *r = request_copy(core, asked);
+    prefill_request *r = prefill_request_new(&core->options, asked);
     if (r == NULL) {
         refuse(core, asked, link, PD_E_NOMEM, "no memory for the request");
         return;
@@ -644,41 +559,87 @@ static void on_prefill_request(pd_role_core *core, const pd_msg_prefill_request 
     }
     if (status != PD_OK) {
         pd_prefill_queue_remove(&core->queue, &r->item);
-        request_free(r);
+        prefill_request_free(r);
         refuse(core, asked, link, PD_E_OVERLOAD, "the prefill queue is full");
         return;
     }
-    /* The answer's only token is made here: nothing has to leave. */
-    r->ship = asked->ship && asked->max_tokens > 1;
-    r->receiver = asked->decode_incarnation;
     r->link_tag = link == NULL ? 0 : link->tag;
     r->arrived_ns = now_ns;
     r->deadline_ns =
         asked->deadline_ms == 0 ? UINT64_MAX : now_ns + asked->deadline_ms * PD_NS_PER_MS;
-    r->next = core->requests;
-    if (r->next != NULL)
-        r->next->prev = r;
-    core->requests = r;
-    pd_log_req_debug(r->id, "msg=\"prefill queued\" tokens=%u held_blocks=%u waiting=%u",
-                     r->item.tokens, r->held, core->queue.count);
+    r->prev = core->tail;
+    if (r->prev != NULL)
+        r->prev->next = r;
+    else
+        core->head = r;
+    core->tail = r;
+    pd_log_req_debug(r->id, "msg=\"prefill queued\" tokens=%u waiting=%u", r->item.tokens,
+                     core->queue.count);
     run_step(core, now_ns);
+}
+
+static void on_targets(pd_role_core *core, const pd_msg_targets *targets, uint64_t now_ns)
+{
+    prefill_request *r = pd_key_table_get(core->by_key, &targets->key);
+
+    if (r == NULL || r->status != PD_OK || !r->ship)
+        return; /* it has ended, and its last word is on its way */
+    if (!prefill_ship_targets(r, targets)) {
+        end_early(core, r, PD_E_INVALID, "held and landing blocks are not the prompt's", now_ns);
+        return;
+    }
+    if (ship_ready(core, r, now_ns))
+        settle(core, r);
+}
+
+static void on_release(pd_role_core *core, const pd_msg_release *release)
+{
+    prefill_request *r = pd_key_table_get(core->by_key, &release->key);
+
+    if (r == NULL)
+        return;
+    r->released = true;
+    settle(core, r);
+}
+
+static void on_ship_again(pd_role_core *core, const pd_msg_ship_again *asked, uint64_t now_ns)
+{
+    prefill_request *r = pd_key_table_get(core->by_key, &asked->key);
+    pd_status status;
+
+    if (r == NULL) {
+        prefill_request unknown = {.key = asked->key, .again = 1, .status = PD_E_NOT_FOUND};
+        unknown.reason = "its copies are gone";
+        say_done(core, &unknown);
+        return;
+    }
+    r->word_owed = true;
+    if (!prefill_ship_again(r, asked, &status) && status == PD_OK)
+        pd_log_req_warn(r->id,
+                        "msg=\"blocks are asked for again that are not its own\" group=%u "
+                        "first_block=%u count=%u",
+                        asked->group, asked->first_block, asked->count);
+    if (status != PD_OK)
+        end_early(core, r, status, "no memory to ship again", now_ns);
+    else if (ship_ready(core, r, now_ns))
+        settle(core, r);
 }
 
 static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t now_ns)
 {
-    request *r = pd_key_table_get(core->by_key, &cancel->key);
+    prefill_request *r = pd_key_table_get(core->by_key, &cancel->key);
 
     if (r != NULL)
         end_early(core, r, PD_E_CANCELLED, "cancelled", now_ns);
-    else
-        abort_everywhere(core, &cancel->key); /* leased for, perhaps, and never asked of us */
+    else /* leased for, perhaps, and never asked of us */
+        pd_last_words_everywhere(&core->words, &cancel->key);
     run_step(core, now_ns);
 }
 
 static void fail_link_requests(pd_role_core *core, uint64_t tag, const char *reason,
                                uint64_t now_ns)
 {
-    for (request *r = core->requests, *next; r != NULL; r = next) {
+    for (prefill_request *r = core->head, *next; r != NULL; r = next) {
         next = r->next;
         if (r->ship && r->link_tag == tag)
             end_early(core, r, PD_E_PEER, reason, now_ns);
@@ -737,17 +698,24 @@ static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint6
         drop_link(core, link, "the decode worker is gone", now_ns);
 }
 
+static const pd_request_key *key_of(const pd_message *message)
+{
+    switch (message->kind) {
+    case PD_MSG_PREFILL_REQUEST: return &message->prefill_request.key;
+    case PD_MSG_TARGETS: return &message->targets.key;
+    case PD_MSG_RELEASE: return &message->release.key;
+    case PD_MSG_SHIP_AGAIN: return &message->ship_again.key;
+    case PD_MSG_CANCEL: return &message->cancel.key;
+    default: return NULL;
+    }
+}
+
 static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_message *message,
                                uint64_t now_ns)
 {
-    const pd_request_key *key = NULL;
-
     if (!pd_routers_on_message(&core->routers, router, message, now_ns))
         return;
-    if (message->kind == PD_MSG_PREFILL_REQUEST)
-        key = &message->prefill_request.key;
-    if (message->kind == PD_MSG_CANCEL)
-        key = &message->cancel.key;
+    const pd_request_key *key = key_of(message);
     if (key != NULL && (key->router != router || key->number == 0)) {
         pd_log_warn("msg=\"a router spoke of a request that is not its own\" kind=%s",
                     pd_message_name(message->kind));
@@ -755,6 +723,9 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
     }
     switch (message->kind) {
     case PD_MSG_PREFILL_REQUEST: on_prefill_request(core, &message->prefill_request, now_ns); break;
+    case PD_MSG_TARGETS: on_targets(core, &message->targets, now_ns); break;
+    case PD_MSG_RELEASE: on_release(core, &message->release); break;
+    case PD_MSG_SHIP_AGAIN: on_ship_again(core, &message->ship_again, now_ns); break;
     case PD_MSG_CANCEL: on_cancel(core, &message->cancel, now_ns); break;
     case PD_MSG_PEER_UP: on_peer_up(core, router, &message->peer_up, now_ns); break;
     case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
@@ -771,11 +742,16 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
 static void on_sent(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns)
 {
     pd_request_key ticket = ticket_key(event->ticket);
-    request *r = event->ticket == 0 ? NULL : pd_key_table_get(core->by_ticket, &ticket);
+    prefill_request *r = event->ticket == 0 ? NULL : pd_key_table_get(core->by_ticket, &ticket);
 
     if (r == NULL)
         return;
     r->sent++;
+    /* Dropped because we asked for it, or with its link, whose end is told on its own. */
+    if (event->status == PD_E_CANCELLED) {
+        settle(core, r);
+        return;
+    }
     if (event->status != PD_OK) {
         pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
         if (link != NULL && link->state == PD_LINK_UP) {
@@ -797,6 +773,7 @@ static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *eve
 {
     if (event->kind == PD_TRANSFER_SENT) {
         on_sent(core, event, now_ns);
+        ship_what_waited(core, now_ns);
         run_step(core, now_ns); /* blocks may have come back */
         return;
     }
@@ -807,7 +784,7 @@ static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *eve
         link->state = PD_LINK_UP;
         snprintf(link->lane, sizeof link->lane, "%s", event->lane);
         pd_log_info("msg=\"link up\" peer=%s lane=%s", link->name, link->lane);
-        pay_aborts(core, link);
+        pd_last_words_pay(&core->words, link);
         say_link_to_all(core, link, true, "");
     } else if (event->kind == PD_TRANSFER_PEER_DOWN && link->state != PD_LINK_CLOSING) {
         say_link_to_all(core, link, false, "the connection failed");
@@ -815,11 +792,11 @@ static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *eve
     } else if (event->kind == PD_TRANSFER_CLOSED) {
         uint64_t tag = link->tag;
         pd_links_closed(link);
-        for (request *r = core->requests, *next; r != NULL; r = next) {
+        for (prefill_request *r = core->head, *next; r != NULL; r = next) {
             next = r->next;
             if (!r->ship || r->link_tag != tag)
                 continue;
-            r->unclosed = event->status != PD_OK && r->item.started;
+            r->unclosed = event->status != PD_OK && r->posted > 0;
             settle(core, r);
         }
     }
@@ -833,7 +810,7 @@ static void lose_router(pd_role_core *core, uint64_t router, uint64_t now_ns)
     pd_log_warn("msg=\"a router is lost; its requests are cancelled\" router=%016llx",
                 (unsigned long long)router);
     core->counters.routers_lost++;
-    for (request *r = core->requests, *next; r != NULL; r = next) {
+    for (prefill_request *r = core->head, *next; r != NULL; r = next) {
         next = r->next;
         if (r->key.router == router)
             end_early(core, r, PD_E_CANCELLED, "its router is lost", now_ns);
@@ -853,13 +830,13 @@ static void say_router_lost(pd_role_core *core, uint64_t now_ns)
         if (router->router == 0 || !router->lost || router->said_count >= TIMES ||
             (router->said_count > 0 && now_ns < router->said_ns + core->options.lost_after_ns))
             continue;
-        for (request *r = core->requests; r != NULL; r = r->next)
+        for (prefill_request *r = core->head; r != NULL; r = r->next)
             under_way = under_way || r->key.router == router->router;
         if (under_way)
             continue;
         router->said_count++;
         router->said_ns = now_ns;
-        abort_everywhere(core, &(pd_request_key){.router = router->router});
+        pd_last_words_everywhere(&core->words, &(pd_request_key){.router = router->router});
     }
 }
 
@@ -867,7 +844,7 @@ static void say_router_lost(pd_role_core *core, uint64_t now_ns)
  * peer shows no error), so it is closed. True when one was: the list of requests has changed. */
 static bool close_stuck_link(pd_role_core *core, uint64_t now_ns)
 {
-    for (request *r = core->requests; r != NULL; r = r->next) {
+    for (prefill_request *r = core->head; r != NULL; r = r->next) {
         if (r->status == PD_OK || r->in_step || now_ns < r->ended_ns + core->options.lost_after_ns)
             continue;
         pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
@@ -887,13 +864,19 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
     pd_routers_take_time(&core->routers, now_ns);
     while ((router = pd_routers_next_lost(&core->routers, now_ns)) != 0)
         lose_router(core, router, now_ns);
-    for (request *r = core->requests, *next; r != NULL; r = next) {
+    for (prefill_request *r = core->head, *next; r != NULL; r = next) {
         next = r->next;
-        if (r->status == PD_OK && now_ns >= r->deadline_ns)
+        if (r->status != PD_OK)
+            continue;
+        if (now_ns >= r->deadline_ns)
             end_early(core, r, PD_E_TIMEOUT, "the prefill's deadline has passed", now_ns);
+        else if (r->said_started_ns != 0 && !r->targets_known && !r->answer_ended &&
+                 now_ns >= r->said_started_ns + SAY_STARTED_NS)
+            say_started(core, r, now_ns);
     }
     while (close_stuck_link(core, now_ns))
         ;
+    ship_what_waited(core, now_ns);
     say_router_lost(core, now_ns);
     for (uint32_t i = 0; i < core->links.count; i++) {
         if (core->links.links[i].state == PD_LINK_WAITING)
@@ -911,7 +894,7 @@ static void prefill_drain(pd_role_core *core)
 
 static void prefill_cancel_all(pd_role_core *core, uint64_t now_ns)
 {
-    for (request *r = core->requests, *next; r != NULL; r = next) {
+    for (prefill_request *r = core->head, *next; r != NULL; r = next) {
         next = r->next;
         end_early(core, r, PD_E_CANCELLED, "the worker is leaving", now_ns);
     }
@@ -921,7 +904,7 @@ static void prefill_cancel_all(pd_role_core *core, uint64_t now_ns)
 
 static bool prefill_idle(const pd_role_core *core)
 {
-    return core->requests == NULL && !core->stepping;
+    return core->head == NULL && !core->stepping;
 }
 
 static pd_ledger prefill_ledger(const pd_role_core *core)
@@ -960,6 +943,7 @@ const pd_role_ops prefill_role = {
     .create = prefill_create,
     .destroy = prefill_destroy,
     .on_message = prefill_on_message,
+    .on_group = prefill_on_group,
     .on_step_done = prefill_on_step_done,
     .on_transfer = prefill_on_transfer,
     .on_tick = prefill_on_tick,

@@ -47,6 +47,59 @@ double pd_cost_ship_ms(const pd_cost *cost, uint64_t bytes)
     return bytes == 0 ? 0 : cost->ship_base_ms + (double)bytes * cost->ship_byte_ms;
 }
 
+/* When the last block has landed, from the step's beginning: shipment after shipment on one link,
+ * none before its groups are computed. */
+static double landed_ms(const pd_cost *cost, uint32_t groups, double compute_ms, uint64_t bytes,
+                        uint32_t batch)
+{
+    double group_compute_ms = compute_ms / groups;
+    double group_wire_ms = (double)bytes / groups * cost->ship_byte_ms;
+    double link_ms = 0;
+
+    for (uint32_t from = 0; from < groups; from += batch) {
+        uint32_t end = groups - from < batch ? groups : from + batch;
+        double ready_ms = end * group_compute_ms;
+        link_ms = (link_ms > ready_ms ? link_ms : ready_ms) + cost->ship_base_ms +
+                  (end - from) * group_wire_ms;
+    }
+    return link_ms;
+}
+
+uint32_t pd_cost_ship_groups(const pd_cost *cost, uint32_t groups, double compute_ms,
+                             uint64_t bytes)
+{
+    uint32_t best = groups;
+
+    if (groups <= 1 || bytes == 0)
+        return groups;
+    double best_ms = landed_ms(cost, groups, compute_ms, bytes, groups);
+    for (uint32_t batch = groups - 1; batch > 0; batch--) {
+        double ms = landed_ms(cost, groups, compute_ms, bytes, batch);
+        if (ms < best_ms) {
+            best = batch;
+            best_ms = ms;
+        }
+    }
+    return best;
+}
+
+uint32_t pd_cost_overlap_tokens(const pd_cost *cost, uint32_t groups, uint64_t token_bytes,
+                                uint32_t tokens_max)
+{
+    uint32_t low = 1, high = tokens_max + 1;
+
+    /* Longer prompts gain more: the first that gains is found by halving. */
+    while (low < high) {
+        uint32_t tokens = low + (high - low) / 2;
+        if (pd_cost_ship_groups(cost, groups, pd_cost_prefill_ms(cost, tokens, 0),
+                                tokens * token_bytes) < groups)
+            high = tokens;
+        else
+            low = tokens + 1;
+    }
+    return low > tokens_max ? 0 : low;
+}
+
 /* The factor by which coefficients move: towards measured / predicted, at most by 4 at a time. */
 static double correction(double predicted_ms, double ms, uint64_t seen)
 {

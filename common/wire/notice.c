@@ -5,7 +5,7 @@
 
 /* magic, version, kind, then the fields in the order of the struct, then the seals. */
 #define NOTICE_MAGIC 0x6b764e31u /* "kvN1" */
-enum { HEAD_BYTES = 76 };
+enum { HEAD_BYTES = 80 };
 _Static_assert(HEAD_BYTES + 8 * PD_NOTICE_SEALS_MAX <= PD_TRANSFER_NOTICE_BYTES_MAX,
                "a full notice fits what a transfer carries");
 
@@ -45,6 +45,7 @@ size_t pd_notice_pack(const pd_notice *notice, unsigned char *bytes)
     at = put(at, notice->seals != NULL, 4);
     at = put(at, notice->groups, 4);
     at = put(at, notice->slices, 4);
+    at = put(at, notice->again, 4);
     pd_assert(at - bytes == HEAD_BYTES);
     for (uint32_t i = 0; notice->seals != NULL && i < seals; i++)
         at = put(at, notice->seals[i], 8);
@@ -72,6 +73,7 @@ pd_status pd_notice_unpack(const unsigned char *bytes, size_t len, uint64_t *sea
     uint64_t sealed = take(&at, 4);
     notice.groups = (uint32_t)take(&at, 4);
     notice.slices = (uint32_t)take(&at, 4);
+    notice.again = (uint32_t)take(&at, 4);
     bool blocks = kind == PD_NOTICE_BLOCKS;
     uint64_t count = 0;
     if (notice.count <= PD_NOTICE_SEALS_MAX && notice.groups <= PD_NOTICE_SEALS_MAX &&

@@ -45,8 +45,6 @@ typedef struct pd_role_sink {
     /* Posts a notice that carries no blocks (PD_NOTICE_ABORT), after all that was posted to that
      * peer before. Its PD_TRANSFER_SENT has ticket 0. */
     pd_status (*notify)(void *ctx, pd_peer peer, const pd_notice *notice);
-    /* The seal of one landed block of one layer group as it lies in the own pool (decode workers;
-     * called only with options.seals). index: in the request's prompt. */
     /* Puts the blocks and then says so with notices. What it points to is copied. PD_OK: exactly
      * one PD_TRANSFER_SENT with its ticket follows, when all of it has landed or failed. How many
      * shipments may wait is the carrier's: PD_E_OVERLOAD, try again after the next SENT or tick.
@@ -58,6 +56,7 @@ typedef struct pd_role_sink {
      * on_checked follows. PD_E_OVERLOAD: too many wait, try again after the next on_checked or
      * tick. Until then the blocks must not be written by this worker. */
     pd_status (*verify)(void *ctx, const pd_check *check);
+    /* Of no role's any more: verify has taken its place. */
     uint64_t (*seal)(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
                      pd_block block, uint32_t valid_tokens);
 } pd_role_sink;

@@ -61,6 +61,7 @@ typedef struct pd_shipment {
     const pd_block *sources; /* [count] in the own pool */
     const pd_block *targets; /* [count] in the receiver's pool */
     uint32_t valid_tokens;   /* of the last block: fewer than a block's at a sequence's end */
+    uint32_t again;          /* for its notices: pd_notice.again */
 } pd_shipment;
 
 /* Blocks that have landed, for pd_role_sink.verify: the same range as a notice names. */

@@ -14,7 +14,7 @@
 
 /* A prefill request as a router would send it, without the router's bookkeeping. */
 typedef struct direct {
-    pd_message message;
+    pd_message message, targets;
     uint32_t tokens[WORLD_PROMPT_MAX];
     pd_block blocks[WORLD_PROMPT_MAX / WORLD_BLOCK_TOKENS + 1];
 } direct;
@@ -30,6 +30,7 @@ static void make_direct(world *w, direct *d, uint32_t count, uint32_t max_tokens
     world_request *r = world_ask(w, d->tokens, count, max_tokens);
     r->lease_asked = true;
     r->phase = WORLD_PREFILLING;
+    r->direct = true;
     d->message.kind = PD_MSG_PREFILL_REQUEST;
     asked->key = r->key;
     snprintf(asked->id, sizeof asked->id, "%s", r->id);
@@ -38,10 +39,27 @@ static void make_direct(world *w, direct *d, uint32_t count, uint32_t max_tokens
     asked->max_tokens = max_tokens;
     asked->ship = max_tokens > 1;
     asked->decode_incarnation = w->decode.options.incarnation;
-    asked->blocks = d->blocks;
-    asked->blocks_count = (count + WORLD_BLOCK_TOKENS - 1) / WORLD_BLOCK_TOKENS;
-    for (uint32_t i = 0; i < asked->blocks_count; i++)
+    asked->prompt_tokens = count;
+    d->targets.kind = PD_MSG_TARGETS;
+    d->targets.targets.key = r->key;
+    d->targets.targets.blocks = d->blocks;
+    d->targets.targets.blocks_count = (count + WORLD_BLOCK_TOKENS - 1) / WORLD_BLOCK_TOKENS;
+    for (uint32_t i = 0; i < d->targets.targets.blocks_count; i++)
         d->blocks[i] = i;
+}
+
+static void send_direct(world *w, const direct *d)
+{
+    world_to(w, &w->prefill, &d->message);
+    world_to(w, &w->prefill, &d->targets);
+}
+
+static void release(world *w, const direct *d)
+{
+    pd_message message = {.kind = PD_MSG_RELEASE};
+
+    message.release.key = d->message.prefill_request.key;
+    world_to(w, &w->prefill, &message);
 }
 
 static void read_letters(world *w)
@@ -75,7 +93,10 @@ static void what_cannot_be_meant_is_refused(void **state)
     d.tokens[3] = WORLD_VOCAB;
     assert_int_equal(refusal(w, &d), PD_E_INVALID);
     make_direct(w, &d, 20, 5);
-    d.message.prefill_request.held_blocks = 1;
+    d.message.prefill_request.prompt_tokens = 21;
+    assert_int_equal(refusal(w, &d), PD_E_INVALID);
+    make_direct(w, &d, 20, 5);
+    d.message.prefill_request.prompt_tokens = 15; /* the answer is whole */
     assert_int_equal(refusal(w, &d), PD_E_INVALID);
     make_direct(w, &d, 20, 5);
     d.message.prefill_request.hashes_count = 2;
@@ -91,7 +112,7 @@ static void what_cannot_be_meant_is_refused(void **state)
     w->prefill.ops->drain(w->prefill.core);
     make_direct(w, &d, 20, 5);
     assert_int_equal(refusal(w, &d), PD_E_OVERLOAD);
-    assert_int_equal(w->prefill.ops->counters(w->prefill.core).refused, 9);
+    assert_int_equal(w->prefill.ops->counters(w->prefill.core).refused, 10);
     world_settle(w);
     world_check_nothing_held(w);
     world_destroy(w);
@@ -165,7 +186,7 @@ static void a_stuck_link_is_closed_so_that_a_cancel_can_end(void **state)
     direct d;
 
     make_direct(w, &d, 40, 5);
-    world_to(w, &w->prefill, &d.message);
+    send_direct(w, &d);
     assert_true(world_end_step(w, &w->prefill)); /* all is posted, nothing arrives */
     assert_true(w->wire_count > 0);
     world_cancel(w, &w->requests[0]);
@@ -190,7 +211,7 @@ static void a_failed_write_ends_its_request_after_the_link(void **state)
     direct d;
 
     make_direct(w, &d, 40, 5);
-    world_to(w, &w->prefill, &d.message);
+    send_direct(w, &d);
     assert_true(world_end_step(w, &w->prefill));
     for (uint32_t i = 0; i < w->wire_count; i++)
         w->wire[i].receiver = 1; /* somebody else's memory by now */
@@ -212,25 +233,29 @@ static void blocks_a_decode_worker_holds_are_not_shipped(void **state)
     direct d;
 
     make_direct(w, &d, 100, 5); /* 7 blocks */
-    d.message.prefill_request.held_blocks = 6;
-    d.message.prefill_request.blocks_count = 1;
-    world_to(w, &w->prefill, &d.message);
+    d.targets.targets.held_blocks = 6;
+    d.targets.targets.blocks_count = 1;
+    send_direct(w, &d);
     while (w->prefill.running != NULL)
         world_end_step(w, &w->prefill);
     assert_int_equal(w->prefill.ops->counters(w->prefill.core).blocks_shipped, 1);
-    assert_int_equal(w->wire_count, 2 * WORLD_GROUPS); /* a put and a notice a group */
     while (world_deliver(w)) {
     }
+    assert_int_equal(w->prefill.ops->ledger(w->prefill.core).running, 7); /* held */
+    release(w, &d);
     world_check_nothing_held(w);
 
     make_direct(w, &d, 96, 5); /* 6 blocks, all held */
-    d.message.prefill_request.held_blocks = 6;
-    d.message.prefill_request.blocks_count = 0;
-    world_to(w, &w->prefill, &d.message);
+    d.targets.targets.held_blocks = 6;
+    d.targets.targets.blocks_count = 0;
+    send_direct(w, &d);
     while (w->prefill.running != NULL)
         world_end_step(w, &w->prefill);
-    assert_int_equal(w->wire_count, 0);
-    world_check_nothing_held(w); /* it is done without a word on the data plane */
+    assert_int_equal(w->wire_count, 0); /* it is done without a word on the data plane */
+    read_letters(w);
+    assert_true(w->requests[1].prefill_ended);
+    release(w, &d);
+    world_check_nothing_held(w);
     world_destroy(w);
 }
 

@@ -335,14 +335,33 @@ static void decode_may_restart_at_any_moment(void **state)
     }
 }
 
-static void a_wrong_seal_fails_its_request_only(void **state)
+static void a_wrong_seal_is_fetched_again(void **state)
 {
     (void)state;
-    for (uint32_t n = 1; n <= 9; n++) {
+    for (uint32_t n = 1; n <= 12; n++) {
         world *w = world_create(&(world_setup){.seed = n, .seals = true});
         world_request *bad = ask(w, 100, 6, 3);
-        w->corrupt_notice = n;
-        while (w->corrupt_notice > 0)
+        w->corrupt_notice = 1 + n % 3;
+        world_request *good = ask(w, 100, 6, 4);
+        run_all(w);
+        assert_int_equal(w->corrupt_notice, 0);
+        assert_int_equal(w->refetches, 1);
+        assert_int_equal(bad->agains + good->agains, 1);
+        assert_int_equal(bad->phase, WORLD_FINISHED);
+        assert_int_equal(good->phase, WORLD_FINISHED);
+        world_destroy(w);
+    }
+}
+
+static void a_seal_that_is_wrong_twice_fails_its_request_only(void **state)
+{
+    (void)state;
+    for (uint32_t n = 1; n <= 12; n++) {
+        world *w = world_create(&(world_setup){.seed = n, .seals = true});
+        world_request *bad = ask(w, 100, 6, 3);
+        w->corrupt_notice = 1 + n % 3;
+        w->corrupt_again = true;
+        while (w->refetches == 0)
             assert_true(world_turn(w));
         world_request *good = ask(w, 100, 6, 4);
         run_all(w);
@@ -351,6 +370,49 @@ static void a_wrong_seal_fails_its_request_only(void **state)
         assert_int_equal(good->phase, WORLD_FINISHED);
         world_destroy(w);
     }
+}
+
+/* A request that goes on elsewhere has its answer so far read in as if it were prompt. */
+static void an_answer_goes_on_from_where_it_was(void **state)
+{
+    (void)state;
+    for (uint32_t n = 0; n < 150; n++) {
+        world *w = world_create(&(world_setup){.seed = n, .seals = n % 2 == 0, .resume = true});
+        world_request *r = ask(w, 60 + n % 20, 40, 3), *other = ask(w, 20, 40, 4);
+        for (uint32_t i = 0; i < n * 2; i++)
+            world_turn(w);
+        if (n % 3 == 0)
+            world_kill_prefill(w);
+        else
+            world_restart_decode(w);
+        run_all(w);
+        assert_int_equal(r->phase, WORLD_FINISHED);
+        assert_int_equal(r->answer_count, 40);
+        assert_int_equal(r->finish, PD_FINISH_LENGTH);
+        assert_int_equal(other->answer_count, 40);
+        world_destroy(w);
+    }
+}
+
+/* The decode worker's blocks are bound when the prefill begins, and not before. */
+static void a_lease_binds_when_its_prefill_begins(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 3, .max_batch = 1});
+    world_request *r = ask(w, 100, 5, 3);
+
+    assert_true(world_lease_next(w));
+    assert_int_equal(w->decode.ops->ledger(w->decode.core).leased, 0);
+    assert_false(w->letters[0].message.lease_reply.bound);
+    assert_true(world_read_letter(w)); /* the prefill begins */
+    assert_int_equal(w->letters[0].message.kind, PD_MSG_PREFILL_STARTED);
+    assert_true(world_read_letter(w));
+    assert_int_equal(w->decode.ops->ledger(w->decode.core).leased, 7);
+    assert_true(w->letters[0].message.lease_reply.bound);
+    assert_int_equal(w->letters[0].message.lease_reply.blocks_count, 7);
+    run_all(w);
+    assert_int_equal(r->phase, WORLD_FINISHED);
+    world_destroy(w);
 }
 
 static void a_failed_step_fails_who_is_at_fault(void **state)
@@ -382,6 +444,23 @@ static void a_failed_step_fails_who_is_at_fault(void **state)
     world_end_step(w, &w->prefill);
     run_all(w);
     assert_int_equal(d->prefill_status, PD_E_INTERNAL);
+
+    ask(w, 30, 20, 7); /* runs alone; the next two wait for it */
+    while (w->prefill.running == NULL)
+        assert_true(world_turn(w));
+    world_request *e = ask(w, 20, 20, 8), *f = ask(w, 20, 20, 9);
+    while (e->phase == WORLD_LEASING || f->phase == WORLD_LEASING) {
+        world_lease_next(w);
+        world_read_letter(w);
+    }
+    while (w->prefill.running->slices_count < 2)
+        world_end_step(w, &w->prefill);
+    w->fail_next_step = true;
+    world_end_step(w, &w->prefill);
+    assert_int_equal(w->prefill.running->slices_count, 1);
+    run_all(w);
+    assert_int_equal(e->phase, WORLD_FINISHED);
+    assert_int_equal(f->phase, WORLD_FINISHED);
     world_destroy(w);
 }
 
@@ -404,8 +483,10 @@ static void random_company_random_order(void **state)
             .chunk_tokens = 1 + (uint32_t)(pd_random_next(&random) % 100),
             .max_batch = 1 + (uint32_t)(pd_random_next(&random) % 6),
             .queue_max = 8,
+            .ships_max = 1 + (uint32_t)(pd_random_next(&random) % 8),
             .seals = seed % 2 == 0,
             .no_cache = seed % 7 == 0,
+            .resume = seed % 4 == 0,
         });
         uint32_t finished = 0;
         for (uint32_t turn = 0; turn < 3000; turn++) {
@@ -418,6 +499,10 @@ static void random_company_random_order(void **state)
                 world_kill_prefill(w);
             else if (what < 53 && seed % 5 == 0)
                 world_restart_decode(w);
+            else if (what < 54)
+                w->corrupt_notice = 1;
+            else if (what < 55)
+                w->fail_next_step = true;
             else if (what < 100)
                 world_tick(w, 1 + world_random(w, 20));
             else
@@ -480,7 +565,10 @@ int main(void)
         cmocka_unit_test(a_worker_that_stood_still_does_not_blame_its_router),
         cmocka_unit_test(prefill_may_die_at_any_moment),
         cmocka_unit_test(decode_may_restart_at_any_moment),
-        cmocka_unit_test(a_wrong_seal_fails_its_request_only),
+        cmocka_unit_test(a_wrong_seal_is_fetched_again),
+        cmocka_unit_test(a_seal_that_is_wrong_twice_fails_its_request_only),
+        cmocka_unit_test(an_answer_goes_on_from_where_it_was),
+        cmocka_unit_test(a_lease_binds_when_its_prefill_begins),
         cmocka_unit_test(a_failed_step_fails_who_is_at_fault),
         cmocka_unit_test(a_found_block_is_held_or_gone),
         cmocka_unit_test(random_company_random_order),

@@ -86,10 +86,126 @@ static pd_status sink_notify(void *ctx, pd_peer peer, const pd_notice *notice)
     return PD_OK;
 }
 
-static uint64_t sink_seal(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
-                          pd_block block, uint32_t valid_tokens)
+/* Parts of at most 32 blocks of groups; with the last notice the shipment is over. */
+static pd_status sink_ship(void *ctx, const pd_shipment *ship)
 {
-    return seal_of(ctx, key, group, index, block, valid_tokens);
+    world_worker *worker = ctx;
+    world *w = worker->world;
+
+    assert_true(ship->count > 0 && ship->groups > 0 && ship->groups <= WORLD_GROUPS);
+    if (!w->link_up)
+        return PD_E_PEER;
+    if (w->under_way >= w->ships_max)
+        return PD_E_OVERLOAD;
+    w->under_way++;
+    w->shipments++;
+    for (uint32_t from = 0, count; from < ship->count; from += count) {
+        uint32_t most = 32 / ship->groups;
+        uint64_t seals[32];
+        count = ship->count - from < most ? ship->count - from : most;
+        bool last = from + count == ship->count;
+        world_packet packet = {.sender = worker->options.incarnation,
+                               .first = from == 0,
+                               .receiver = ship->receiver,
+                               .peer = ship->peer,
+                               .ticket = ship->ticket,
+                               .group = ship->group_first,
+                               .groups = ship->groups,
+                               .count = count};
+        memcpy(packet.sources, ship->sources + from, count * sizeof *packet.sources);
+        memcpy(packet.targets, ship->targets + from, count * sizeof *packet.targets);
+        post(w, &packet);
+        uint32_t valid = last ? ship->valid_tokens : WORLD_BLOCK_TOKENS;
+        for (uint32_t g = 0; g < ship->groups; g++) {
+            for (uint32_t i = 0; i < count; i++)
+                seals[g * count + i] =
+                    seal_of(worker, &ship->key, ship->group_first + g, ship->first + from + i,
+                            packet.sources[i], i + 1 == count ? valid : WORLD_BLOCK_TOKENS);
+        }
+        if ((w->corrupt_notice > 0 && --w->corrupt_notice == 0) ||
+            (w->corrupt_again && ship->again > 0))
+            seals[ship->groups * count - 1] ^= 1;
+        packet.first = false;
+        packet.notice = true;
+        packet.last = last;
+        packet.bytes_len =
+            pd_notice_pack(&(pd_notice){.kind = PD_NOTICE_BLOCKS,
+                                        .key = ship->key,
+                                        .sender = packet.sender,
+                                        .receiver = packet.receiver,
+                                        .group = ship->group_first,
+                                        .groups = ship->groups,
+                                        .first_block = ship->first + from,
+                                        .count = count,
+                                        .valid_tokens = valid,
+                                        .slices = 1,
+                                        .again = ship->again,
+                                        .seals = worker->options.seals ? seals : NULL},
+                           packet.bytes);
+        post(w, &packet);
+    }
+    return PD_OK;
+}
+
+/* Shipments that have not begun are dropped; their word comes in its turn. */
+static void sink_unship(void *ctx, uint64_t ticket)
+{
+    world_worker *worker = ctx;
+    world *w = worker->world;
+    uint32_t kept = 0;
+    bool dropping = false;
+
+    for (uint32_t i = 0; i < w->wire_count; i++) {
+        world_packet *packet = &w->wire[i];
+        if (packet->ticket == ticket && packet->first)
+            dropping = true;
+        bool drop = dropping && packet->ticket == ticket;
+        if (drop && packet->last) {
+            packet->dropped = true;
+            dropping = false;
+        }
+        if (!drop || packet->last)
+            w->wire[kept++] = *packet;
+    }
+    w->wire_count = kept;
+}
+
+static pd_status sink_verify(void *ctx, const pd_check *check)
+{
+    world_worker *worker = ctx;
+
+    if (worker->checks_count == sizeof worker->checks / sizeof *worker->checks)
+        return PD_E_OVERLOAD;
+    uint32_t seals = check->groups * check->count * check->slices;
+    assert_true(seals <= 32 && check->slices == 1);
+    world_check *copy = &worker->checks[worker->checks_count++];
+    copy->check = *check;
+    memcpy(copy->blocks, check->blocks, check->count * sizeof *copy->blocks);
+    memcpy(copy->seals, check->seals, seals * sizeof *copy->seals);
+    return PD_OK;
+}
+
+bool world_end_check(world *w, world_worker *worker)
+{
+    if (worker->checks_count == 0 || w->hold_checks)
+        return false;
+    world_check c = worker->checks[0];
+    memmove(worker->checks, worker->checks + 1, --worker->checks_count * sizeof c);
+    pd_checked checked = {.ticket = c.check.ticket, .good = true};
+    for (uint32_t g = 0; g < c.check.groups; g++) {
+        for (uint32_t i = 0; checked.good && i < c.check.count; i++) {
+            uint32_t valid = i + 1 == c.check.count ? c.check.valid_tokens : WORLD_BLOCK_TOKENS;
+            uint64_t seal = seal_of(worker, &c.check.key, c.check.group_first + g,
+                                    c.check.first + i, c.blocks[i], valid);
+            if (seal == c.seals[g * c.check.count + i])
+                continue;
+            checked.good = false;
+            checked.bad_group = c.check.group_first + g;
+            checked.bad_block = c.check.first + i;
+        }
+    }
+    worker->ops->on_checked(worker->core, &checked, w->now_ns);
+    return true;
 }
 
 static void sink_run(void *ctx, pd_step *step)
@@ -99,6 +215,7 @@ static void sink_run(void *ctx, pd_step *step)
     assert_null(worker->running);
     assert_true(step->slices_count > 0);
     worker->running = step;
+    worker->groups_done = 0;
     step->started_ns = worker->world->now_ns;
 }
 
@@ -112,6 +229,11 @@ static world_request *request_of(world *w, const pd_request_key *key)
 static bool ended(const world_request *r)
 {
     return r->phase >= WORLD_FINISHED;
+}
+
+static bool current(const world_request *r, const pd_request_key *key)
+{
+    return !ended(r) && r->key.epoch == key->epoch;
 }
 
 static void say_cancel(world *w, world_request *r, world_worker *worker)
@@ -131,64 +253,147 @@ void world_cancel(world *w, world_request *r)
     say_cancel(w, r, &w->decode);
 }
 
+static void begin_attempt(world_request *r)
+{
+    uint32_t tokens[WORLD_PROMPT_MAX + WORLD_ANSWER_MAX];
+
+    memcpy(tokens, r->prompt, r->prompt_count * sizeof *tokens);
+    memcpy(tokens + r->prompt_count, r->answer, r->answer_count * sizeof *tokens);
+    r->phase = WORLD_LEASING;
+    r->key.epoch++;
+    r->base = r->answer_count;
+    r->hashes_count = pd_prefix_hash_fill(
+        (pd_hash128){1, 2}, WORLD_BLOCK_TOKENS, tokens, r->prompt_count + r->answer_count,
+        r->hashes, (WORLD_PROMPT_MAX + WORLD_ANSWER_MAX) / WORLD_BLOCK_TOKENS);
+    r->lease_asked = r->prefill_asked = r->prefill_ended = false;
+    r->started_said = r->landed_said = r->agains = 0;
+}
+
 static void fail_request(world *w, world_request *r, pd_status status)
 {
+    enum { ATTEMPTS = 50 };
+
     if (ended(r))
         return;
-    r->phase = WORLD_FAILED;
-    r->status = status;
     say_cancel(w, r, &w->prefill);
     say_cancel(w, r, &w->decode);
+    r->phase = WORLD_FAILED;
+    r->status = status;
+    if (w->resume && r->key.epoch < ATTEMPTS && status != PD_E_TOO_LARGE)
+        begin_attempt(r);
+}
+
+static void send_prefill_request(world *w, world_request *r)
+{
+    uint32_t tokens[WORLD_PROMPT_MAX + WORLD_ANSWER_MAX];
+    pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
+    pd_msg_prefill_request *asked = &message.prefill_request;
+
+    memcpy(tokens, r->prompt, r->prompt_count * sizeof *tokens);
+    memcpy(tokens + r->prompt_count, r->answer, r->answer_count * sizeof *tokens);
+    asked->key = r->key;
+    snprintf(asked->id, sizeof asked->id, "%s", r->id);
+    asked->tokens = tokens;
+    asked->tokens_count = r->prompt_count + r->answer_count;
+    asked->prompt_tokens = r->prompt_count;
+    asked->hashes = r->hashes;
+    asked->hashes_count = r->hashes_count;
+    asked->end_tokens = &r->end_token;
+    asked->end_tokens_count = r->end_token != 0;
+    asked->max_tokens = r->max_tokens;
+    asked->ship = r->max_tokens - r->answer_count > 1;
+    snprintf(asked->decode, sizeof asked->decode, "decode-0");
+    asked->decode_incarnation = w->decode.options.incarnation;
+    r->phase = WORLD_PREFILLING;
+    r->prefill_asked = true;
+    world_to(w, &w->prefill, &message);
+}
+
+static void send_targets(world *w, const pd_msg_lease_reply *reply)
+{
+    pd_message message = {.kind = PD_MSG_TARGETS};
+
+    message.targets = (pd_msg_targets){.key = reply->key,
+                                       .held_blocks = reply->held_blocks,
+                                       .blocks = reply->blocks,
+                                       .blocks_count = reply->blocks_count};
+    world_to(w, &w->prefill, &message);
 }
 
 static void on_lease_reply(world *w, const pd_msg_lease_reply *reply)
 {
     world_request *r = request_of(w, &reply->key);
 
-    if (ended(r))
+    if (!current(r, &reply->key))
         return; /* cancelled meanwhile: the cancel is behind the lease request */
-    assert_int_equal(r->phase, WORLD_LEASING);
     if (reply->status != PD_OK) {
-        r->phase = WORLD_FAILED;
-        r->status = reply->status;
         w->overloads += reply->status == PD_E_OVERLOAD;
         assert_true(reply->status != PD_E_OVERLOAD || reply->retry_after_ms > 0);
-        return;
+        fail_request(w, r, reply->status);
+    } else if (reply->bound) {
+        send_targets(w, reply);
+    } else if (r->phase == WORLD_LEASING) {
+        send_prefill_request(w, r);
     }
-    pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
-    pd_msg_prefill_request *asked = &message.prefill_request;
-    asked->key = r->key;
-    snprintf(asked->id, sizeof asked->id, "%s", r->id);
-    asked->tokens = r->prompt;
-    asked->tokens_count = r->prompt_count;
-    asked->hashes = r->hashes;
-    asked->hashes_count = r->hashes_count;
-    asked->end_tokens = &r->end_token;
-    asked->end_tokens_count = r->end_token != 0;
-    asked->max_tokens = r->max_tokens;
-    asked->ship = r->max_tokens > 1;
-    snprintf(asked->decode, sizeof asked->decode, "decode-0");
-    asked->decode_incarnation = w->decode.options.incarnation;
-    asked->held_blocks = reply->held_blocks;
-    asked->blocks = reply->blocks;
-    asked->blocks_count = reply->blocks_count;
-    r->phase = WORLD_PREFILLING;
-    r->prefill_asked = true;
+}
+
+static void on_prefill_started(world *w, const pd_msg_prefill_started *started)
+{
+    world_request *r = request_of(w, &started->key);
+    pd_message message = {.kind = PD_MSG_BIND};
+
+    if (!current(r, &started->key))
+        return;
+    r->started_said++;
+    if (r->direct)
+        return;
+    message.bind.key = r->key;
+    world_to(w, &w->decode, &message);
+}
+
+static void on_refetch(world *w, const pd_msg_refetch *refetch)
+{
+    world_request *r = request_of(w, &refetch->key);
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN};
+
+    w->refetches++;
+    assert_true(refetch->reason[0] != 0);
+    if (!current(r, &refetch->key))
+        return;
+    r->agains++;
+    r->prefill_ended = false;
+    message.ship_again = (pd_msg_ship_again){.key = r->key,
+                                             .group = refetch->group,
+                                             .first_block = refetch->first_block,
+                                             .count = refetch->count};
+    world_to(w, &w->prefill, &message);
+}
+
+static void on_landed(world *w, const pd_msg_landed *landed)
+{
+    world_request *r = request_of(w, &landed->key);
+    pd_message message = {.kind = PD_MSG_RELEASE};
+
+    if (!current(r, &landed->key))
+        return;
+    assert_int_equal(r->landed_said, 0);
+    r->landed_said++;
+    message.release.key = r->key;
     world_to(w, &w->prefill, &message);
 }
 
 static void start_decode(world *w, world_request *r)
 {
-    uint32_t tokens[WORLD_PROMPT_MAX + 1];
+    uint32_t tokens[WORLD_PROMPT_MAX + WORLD_ANSWER_MAX];
     pd_message message = {.kind = PD_MSG_DECODE_START};
     pd_msg_decode_start *asked = &message.decode_start;
 
     memcpy(tokens, r->prompt, r->prompt_count * sizeof *tokens);
-    tokens[r->prompt_count] = r->answer[0];
+    memcpy(tokens + r->prompt_count, r->answer, r->answer_count * sizeof *tokens);
     asked->key = r->key;
     snprintf(asked->id, sizeof asked->id, "%s", r->id);
     asked->tokens = tokens;
-    asked->tokens_count = r->prompt_count + 1;
+    asked->tokens_count = r->prompt_count + r->answer_count;
     asked->prompt_tokens = r->prompt_count;
     asked->end_tokens = &r->end_token;
     asked->end_tokens_count = r->end_token != 0;
@@ -205,10 +410,10 @@ static void on_step_tokens(world *w, world_worker *worker, const pd_msg_step_tok
     for (uint32_t i = 0; i < message->tokens_count; i++) {
         const pd_step_token *token = &message->tokens[i];
         world_request *r = request_of(w, &token->key);
-        if (ended(r))
+        if (!current(r, &token->key))
             continue;
         assert_int_equal(token->index, r->answer_count);
-        assert_int_equal(token->index == 0, worker == &w->prefill);
+        assert_int_equal(token->index == r->base, worker == &w->prefill);
         r->answer[r->answer_count++] = token->token;
         world_check_answer(r);
         if (token->finish != PD_FINISH_NONE) {
@@ -236,11 +441,16 @@ static void on_prefill_done(world *w, const pd_msg_prefill_done *done)
 {
     world_request *r = request_of(w, &done->key);
 
+    w->last_done = *done;
+    if (r->key.epoch != done->key.epoch)
+        return;
+    assert_true(done->again <= r->agains || done->status == PD_E_NOT_FOUND);
+    if (done->again < r->agains)
+        return; /* another word comes */
     assert_false(r->prefill_ended);
     r->prefill_ended = true;
     r->prefill_status = done->status;
     r->cached_tokens = done->cached_tokens;
-    w->last_done = *done;
     if (done->status != PD_OK)
         fail_request(w, r, done->status);
 }
@@ -286,11 +496,17 @@ bool world_read_letter(world *w)
         on_step_tokens(w, letter.from, &letter.message.step_tokens);
         break;
     case PD_MSG_PREFILL_DONE: on_prefill_done(w, &letter.message.prefill_done); break;
-    case PD_MSG_DECODE_FAILED:
+    case PD_MSG_PREFILL_STARTED: on_prefill_started(w, &letter.message.prefill_started); break;
+    case PD_MSG_REFETCH: on_refetch(w, &letter.message.refetch); break;
+    case PD_MSG_LANDED: on_landed(w, &letter.message.landed); break;
+    case PD_MSG_DECODE_FAILED: {
+        const pd_msg_decode_failed *failed = &letter.message.decode_failed;
+        world_request *r = request_of(w, &failed->key);
         w->decode_failures++;
-        fail_request(w, request_of(w, &letter.message.decode_failed.key),
-                     letter.message.decode_failed.status);
+        if (current(r, &failed->key))
+            fail_request(w, r, failed->status);
         break;
+    }
     case PD_MSG_LINK: w->links_reported++; break;
     default: fail_msg("a core sent %s", pd_message_name(letter.message.kind));
     }
@@ -314,74 +530,20 @@ static void read_back(const world_worker *worker, const pd_step_slice *slice, ui
     }
 }
 
-static void post_ship(world_worker *worker, pd_step_slice *slice, uint32_t group)
+static void compute_group(const world_worker *worker, const pd_step_slice *slice, uint32_t group)
 {
-    world *w = worker->world;
-    const pd_ship *ship = &slice->ship;
-    uint64_t seals[32];
-
-    for (uint32_t from = 0; from < ship->count; from += 32) {
-        uint32_t count = ship->count - from < 32 ? ship->count - from : 32;
-        bool last = from + count == ship->count;
-        world_packet packet = {.sender = worker->options.incarnation,
-                               .receiver = ship->receiver,
-                               .peer = ship->peer,
-                               .ticket = ship->ticket,
-                               .group = group,
-                               .count = count};
-        for (uint32_t i = 0; i < count; i++) {
-            packet.sources[i] = ship->sources[from + i];
-            packet.targets[i] = ship->targets[from + i];
-            memcpy(packet.tokens[i], slot(worker, group, packet.sources[i], 0),
-                   sizeof packet.tokens[i]);
-            seals[i] = seal_of(worker, &ship->key, group, ship->first + from + i, packet.sources[i],
-                               last && i + 1 == count ? ship->valid_tokens : WORLD_BLOCK_TOKENS);
-            if (w->corrupt_notice > 0 && --w->corrupt_notice == 0)
-                seals[i] ^= 1;
-        }
-        if (!w->link_up) {
-            slice->ship_status = PD_E_PEER;
-            return;
-        }
-        post(w, &packet);
-        packet.notice = true;
-        packet.bytes_len = pd_notice_pack(
-            &(pd_notice){.kind = PD_NOTICE_BLOCKS,
-                         .groups = 1,
-                         .slices = 1,
-                         .key = ship->key,
-                         .sender = packet.sender,
-                         .receiver = packet.receiver,
-                         .group = group,
-                         .first_block = ship->first + from,
-                         .count = count,
-                         .valid_tokens = last ? ship->valid_tokens : WORLD_BLOCK_TOKENS,
-                         .seals = worker->options.seals ? seals : NULL},
-            packet.bytes);
-        post(w, &packet);
-        slice->notices_posted++;
+    for (uint32_t t = 0; t < slice->count; t++) {
+        uint32_t position = slice->position + t;
+        *slot(worker, group, slice->blocks[position / WORLD_BLOCK_TOKENS],
+              position % WORLD_BLOCK_TOKENS) = slice->tokens[t] + 1;
     }
 }
 
-bool world_end_step(world *w, world_worker *worker)
+static void end_step(world *w, world_worker *worker)
 {
     pd_step *step = worker->running;
 
-    if (step == NULL)
-        return false;
-    for (uint32_t group = 0; group < WORLD_GROUPS; group++) {
-        for (uint32_t i = 0; i < step->slices_count; i++) {
-            pd_step_slice *slice = &step->slices[i];
-            for (uint32_t t = 0; t < slice->count; t++) {
-                uint32_t position = slice->position + t;
-                *slot(worker, group, slice->blocks[position / WORLD_BLOCK_TOKENS],
-                      position % WORLD_BLOCK_TOKENS) = slice->tokens[t] + 1;
-            }
-        }
-        for (uint32_t i = 0; i < step->slices_count; i++)
-            post_ship(worker, &step->slices[i], group);
-    }
-    for (uint32_t i = 0; i < step->slices_count; i++) {
+    for (uint32_t i = 0; step->status == PD_OK && i < step->slices_count; i++) {
         pd_step_slice *slice = &step->slices[i];
         uint32_t tokens[WORLD_PROMPT_MAX + WORLD_ANSWER_MAX];
         read_back(worker, slice, tokens);
@@ -389,13 +551,44 @@ bool world_end_step(world *w, world_worker *worker)
         if (slice->want_token)
             slice->token_out = world_next_token(tokens, slice->position + slice->count);
     }
-    if (w->fail_next_step)
-        step->status = PD_E_INTERNAL;
-    w->fail_next_step = false;
     w->now_ns += PD_NS_PER_MS;
     step->finished_ns = w->now_ns;
     worker->running = NULL;
     worker->ops->on_step_done(worker->core, step, w->now_ns);
+}
+
+bool world_step_group(world *w, world_worker *worker)
+{
+    pd_step *step = worker->running;
+
+    if (step == NULL)
+        return false;
+    if (w->fail_next_step) {
+        w->fail_next_step = false;
+        step->status = PD_E_INTERNAL;
+        worker->groups_done = WORLD_GROUPS;
+    }
+    if (worker->groups_done == WORLD_GROUPS) {
+        end_step(w, worker);
+        return true;
+    }
+    uint32_t group = worker->groups_done++;
+    for (uint32_t i = 0; i < step->slices_count; i++)
+        compute_group(worker, &step->slices[i], group);
+    if (worker->ops->on_group != NULL)
+        worker->ops->on_group(worker->core, step, group, w->now_ns);
+    return true;
+}
+
+bool world_end_step(world *w, world_worker *worker)
+{
+    const pd_step *step = worker->running;
+    uint64_t number = step == NULL ? 0 : step->number;
+
+    if (step == NULL)
+        return false;
+    while (worker->running != NULL && worker->running->number == number)
+        world_step_group(w, worker);
     return true;
 }
 
@@ -405,6 +598,7 @@ static void sent(world *w, const world_packet *packet, pd_status status)
 {
     static pd_transfer_event event;
 
+    w->under_way -= packet->last;
     event = (pd_transfer_event){.kind = PD_TRANSFER_SENT,
                                 .peer = packet->peer,
                                 .ticket = packet->ticket,
@@ -433,7 +627,7 @@ bool world_deliver(world *w)
         /* A forced close cancels what is under way. */
         while (w->wire_count > 0) {
             world_packet packet = w->wire[--w->wire_count];
-            if (packet.notice)
+            if (packet.last)
                 sent(w, &packet, PD_E_CANCELLED);
         }
         w->link_closing = false;
@@ -452,10 +646,17 @@ bool world_deliver(world *w)
     world_packet packet = w->wire[0];
     memmove(w->wire, w->wire + 1, --w->wire_count * sizeof *w->wire);
     bool there = packet.receiver == w->decode.options.incarnation;
+    if (packet.dropped) {
+        sent(w, &packet, PD_E_CANCELLED);
+        return true;
+    }
     if (!packet.notice) {
-        for (uint32_t i = 0; there && i < packet.count; i++)
-            memcpy(slot(&w->decode, packet.group, packet.targets[i], 0), packet.tokens[i],
-                   sizeof packet.tokens[i]);
+        for (uint32_t g = packet.group; there && g < packet.group + packet.groups; g++) {
+            for (uint32_t i = 0; i < packet.count; i++)
+                memcpy(slot(&w->decode, g, packet.targets[i], 0),
+                       slot(&w->prefill, g, packet.sources[i], 0),
+                       WORLD_BLOCK_TOKENS * sizeof(uint32_t));
+        }
         return true;
     }
     if (there) {
@@ -463,7 +664,8 @@ bool world_deliver(world *w)
         memcpy(event.notice, packet.bytes, packet.bytes_len);
         w->decode.ops->on_transfer(w->decode.core, &event, w->now_ns);
     }
-    sent(w, &packet, there ? PD_OK : PD_E_PEER);
+    if (packet.last || packet.ticket == 0)
+        sent(w, &packet, there ? PD_OK : PD_E_PEER);
     return true;
 }
 
@@ -504,31 +706,27 @@ world_request *world_ask(world *w, const uint32_t *prompt, uint32_t count, uint3
     assert_true(w->requests_count < WORLD_REQUESTS_MAX && count <= WORLD_PROMPT_MAX);
     assert_true(max_tokens <= WORLD_ANSWER_MAX);
     world_request *r = &w->requests[w->requests_count++];
-    *r = (world_request){.phase = WORLD_LEASING,
-                         .key = {.router = WORLD_ROUTER, .number = w->requests_count, .epoch = 1},
+    *r = (world_request){.key = {.router = WORLD_ROUTER, .number = w->requests_count},
                          .prompt_count = count,
                          .max_tokens = max_tokens};
     snprintf(r->id, sizeof r->id, "req-%u", w->requests_count);
     memcpy(r->prompt, prompt, count * sizeof *prompt);
-    r->hashes_count = pd_prefix_hash_fill((pd_hash128){1, 2}, WORLD_BLOCK_TOKENS, prompt, count,
-                                          r->hashes, WORLD_PROMPT_MAX / WORLD_BLOCK_TOKENS);
+    begin_attempt(r);
     return r;
 }
 
 static void send_lease_request(world *w, world_request *r)
 {
-    if (r->max_tokens == 1) { /* nothing is leased: the answer ends at the prefill worker */
-        pd_msg_lease_reply none = {.key = r->key};
-        on_lease_reply(w, &none);
+    if (r->max_tokens - r->answer_count == 1) { /* the answer ends at the prefill worker */
+        send_prefill_request(w, r);
         return;
     }
     pd_message message = {.kind = PD_MSG_LEASE_REQUEST};
     message.lease_request = (pd_msg_lease_request){
         .key = r->key,
-        .prefill = "prefill-0",
-        .prefill_incarnation = w->prefill.options.incarnation,
-        .prompt_tokens = r->prompt_count,
-        .max_tokens = r->max_tokens,
+        .sender = {.name = "prefill-0", .incarnation = w->prefill.options.incarnation},
+        .prompt_tokens = r->prompt_count + r->answer_count,
+        .max_tokens = r->max_tokens - r->answer_count,
         .hashes = r->hashes,
         .hashes_count = r->hashes_count,
         .ttl_ms = 1500,
@@ -573,7 +771,9 @@ static void make_worker(world *w, world_worker *worker, const pd_role_ops *ops, 
                          .connect = sink_connect,
                          .close = sink_close,
                          .notify = sink_notify,
-                         .seal = sink_seal};
+                         .ship = sink_ship,
+                         .unship = sink_unship,
+                         .verify = sink_verify};
 
     if (setup != NULL) {
         worker->options = (pd_role_options){
@@ -600,6 +800,7 @@ static void make_worker(world *w, world_worker *worker, const pd_role_ops *ops, 
     worker->world = w;
     worker->ops = ops;
     worker->running = NULL;
+    worker->checks_count = 0;
     worker->options.incarnation = w->incarnation_next++;
     pd_free(worker->pool);
     worker->pool = pd_calloc((size_t)WORLD_GROUPS * worker->options.layout.blocks,
@@ -617,6 +818,8 @@ world *world_create(const world_setup *setup)
     w->seed = setup->seed;
     w->now_ns = 10 * PD_NS_PER_S;
     w->incarnation_next = 100;
+    w->ships_max = setup->ships_max != 0 ? setup->ships_max : 64;
+    w->resume = setup->resume;
     w->wire = pd_calloc(WORLD_WIRE_MAX, sizeof *w->wire);
     w->requests = pd_calloc(WORLD_REQUESTS_MAX, sizeof *w->requests);
     assert_non_null(w->wire);
@@ -661,15 +864,17 @@ bool world_lease_next(world *w)
 
 bool world_turn(world *w)
 {
-    uint32_t first = world_random(w, 5);
+    enum { KINDS = 6 };
+    uint32_t first = world_random(w, KINDS);
 
-    for (uint32_t i = 0; i < 5; i++) {
+    for (uint32_t i = 0; i < KINDS; i++) {
         bool done = false;
-        switch ((first + i) % 5) {
-        case 0: done = world_end_step(w, &w->prefill); break;
+        switch ((first + i) % KINDS) {
+        case 0: done = world_step_group(w, &w->prefill); break;
         case 1: done = world_end_step(w, &w->decode); break;
         case 2: done = world_deliver(w); break;
         case 3: done = world_read_letter(w); break;
+        case 4: done = world_end_check(w, &w->decode); break;
         default: done = world_lease_next(w);
         }
         if (done)
@@ -734,7 +939,7 @@ void world_kill_prefill(world *w)
     w->prefill.core = NULL;
     w->link_up = w->link_closing = false;
     w->link_tag = 0;
-    w->wire_count = 0; /* cut off: what was on its way never comes */
+    w->wire_count = w->under_way = 0; /* cut off: what was on its way never comes */
     w->prefill_events = 0;
     drop_letters(w, &w->prefill);
     make_worker(w, &w->prefill, &prefill_role, "prefill-0", NULL, 0);

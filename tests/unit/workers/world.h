@@ -43,28 +43,39 @@ typedef struct world_request {
     uint32_t answer[WORLD_ANSWER_MAX];
     uint32_t answer_count, max_tokens;
     uint32_t end_token; /* 0: none */
-    pd_hash128 hashes[WORLD_PROMPT_MAX / WORLD_BLOCK_TOKENS + 1];
+    pd_hash128 hashes[(WORLD_PROMPT_MAX + WORLD_ANSWER_MAX) / WORLD_BLOCK_TOKENS + 1];
     uint32_t hashes_count;
     uint32_t cached_tokens;
+    uint32_t base; /* tokens of the answer when this attempt began: its first is number base */
     bool lease_asked, prefill_asked, prefill_ended;
+    bool direct; /* no decode worker knows it: the test says its targets */
+    uint32_t started_said, landed_said, agains;
     pd_status prefill_status;
     pd_status status; /* of what ended it */
     pd_finish finish;
 } world_request;
 
-/* One put or notice under way. */
+/* One put or notice under way. A put's bytes are read as it is delivered. */
 typedef struct world_packet {
     bool notice;
-    uint64_t sender; /* prefill's incarnation when posted */
+    bool first, last; /* of a shipment: with the last comes its PD_TRANSFER_SENT */
+    bool dropped;     /* unshipped: nothing but that */
+    uint64_t sender;  /* prefill's incarnation when posted */
     uint64_t receiver;
     pd_peer peer;
     uint64_t ticket;
-    uint32_t group, count;
-    pd_block sources[32], targets[32];
-    uint32_t tokens[32][WORLD_BLOCK_TOKENS]; /* what was read when posted */
+    uint32_t group, groups, count;
+    pd_block sources[32], targets[32]; /* [count] in each of the groups */
     size_t bytes_len;
     unsigned char bytes[512]; /* a notice of at most 32 seals */
 } world_packet;
+
+/* Landed blocks that wait to be checked. */
+typedef struct world_check {
+    pd_check check;
+    pd_block blocks[32];
+    uint64_t seals[32];
+} world_check;
 
 /* A message on its way to the router; what it points to lies beside it. */
 typedef struct world_letter {
@@ -81,6 +92,9 @@ typedef struct world_worker {
     pd_role_core *core;
     pd_role_options options;
     pd_step *running;
+    uint32_t groups_done;  /* of the running step */
+    world_check checks[4]; /* in order */
+    uint32_t checks_count;
     uint32_t *pool; /* [groups][blocks][block_tokens] token + 1, 0: nothing */
     struct world *world;
 } world_worker;
@@ -99,12 +113,18 @@ typedef struct world {
     uint32_t letters_count;
     world_request *requests; /* [WORLD_REQUESTS_MAX] */
     uint32_t requests_count;
-    uint32_t overloads, decode_failures, links_reported;
+    uint32_t overloads, decode_failures, links_reported, refetches;
+    uint32_t shipments; /* posted so far */
+    uint32_t ships_max; /* under way at a time */
+    uint32_t under_way; /* shipments */
+    bool hold_checks;   /* the verifier stands still */
+    bool resume;
     uint64_t prefill_events, decode_events; /* numbers of the last KV event heard of each */
     uint64_t incarnation_next;
     bool router_silent;
-    bool fail_next_step;     /* the next one to end has failed */
+    bool fail_next_step;     /* the next one to end fails before its first group */
     uint32_t corrupt_notice; /* the n-th notice from now has a wrong seal; 0: none */
+    bool corrupt_again;      /* and those of all that is shipped again */
     pd_msg_prefill_done last_done;
 } world;
 
@@ -113,7 +133,9 @@ typedef struct world_setup {
     uint32_t prefill_blocks, decode_blocks;
     uint32_t chunk_tokens, max_batch, queue_max;
     uint32_t context_max; /* 0: WORLD_PROMPT_MAX + WORLD_ANSWER_MAX */
+    uint32_t ships_max;   /* shipments under way at a time; 0: 64 */
     bool seals, no_cache;
+    bool resume; /* a failed attempt is followed by another one, from prompt and answer so far */
 } world_setup;
 
 world *world_create(const world_setup *setup);
@@ -129,7 +151,9 @@ void world_cancel(world *w, world_request *r);
 /* One thing that can happen next, chosen by the seed: a step ends, a packet arrives. False when
  * nothing is under way. */
 bool world_turn(world *w);
+bool world_step_group(world *w, world_worker *worker); /* one more, or the step's end */
 bool world_end_step(world *w, world_worker *worker);
+bool world_end_check(world *w, world_worker *worker);
 bool world_deliver(world *w);
 bool world_read_letter(world *w); /* the router takes its next message */
 bool world_lease_next(world *w);  /* the router asks for the next lease */

@@ -1,0 +1,58 @@
+#include "common/worker/last_words.h"
+
+#include "common/base/log.h"
+
+void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
+                        const pd_role_sink *sink, const pd_links *links)
+{
+    *words = (pd_last_words){.options = options, .sink = sink, .links = links};
+}
+
+void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key)
+{
+    pd_notice notice = {
+        .kind = PD_NOTICE_ABORT,
+        .key = *key,
+        .sender = words->options->incarnation,
+        .receiver = link->incarnation,
+    };
+
+    if (words->sink->notify(words->sink->ctx, link->peer, &notice) != PD_OK)
+        pd_log_warn("msg=\"an abort could not be posted; the link's end will tell\" peer=%s "
+                    "number=%llu epoch=%u",
+                    link->name, (unsigned long long)key->number, key->epoch);
+}
+
+void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key)
+{
+    uint32_t at = words->owed_next;
+
+    if (words->owed[at].receiver != 0)
+        pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
+                    "quarantined until this worker ends\" receiver=%016llx",
+                    (unsigned long long)words->owed[at].receiver);
+    words->owed[at].receiver = receiver;
+    words->owed[at].key = *key;
+    words->owed_next = (at + 1) % PD_LAST_WORDS_OWED_MAX;
+}
+
+void pd_last_words_pay(pd_last_words *words, const pd_link *link)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        if (words->owed[i].receiver != link->incarnation || link->incarnation == 0)
+            continue;
+        words->owed[i].receiver = 0;
+        pd_last_words_abort(words, link, &words->owed[i].key);
+    }
+}
+
+void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < words->links->count; i++) {
+        const pd_link *link = &words->links->links[i];
+        if (link->state == PD_LINK_UP)
+            pd_last_words_abort(words, link, key);
+        else if (link->state == PD_LINK_WAITING || link->state == PD_LINK_CONNECTING)
+            pd_last_words_owe(words, link->incarnation, key);
+    }
+}

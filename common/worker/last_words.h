@@ -1,0 +1,33 @@
+#pragma once
+
+/* common/worker/last_words.h - a sender's aborts: "I write these blocks no more", by data plane.
+ *
+ * Words of a newer link end what an older one may still carry (common/transfer), so one that is
+ * owed since a link broke may be paid by the next. Pure; one thread. */
+
+#include "common/worker/links.h"
+
+enum { PD_LAST_WORDS_OWED_MAX = 256 };
+
+typedef struct pd_last_words {
+    const pd_role_options *options;
+    const pd_role_sink *sink;
+    const pd_links *links;
+    struct {
+        uint64_t receiver; /* 0: unused */
+        pd_request_key key;
+    } owed[PD_LAST_WORDS_OWED_MAX];
+    uint32_t owed_next;
+} pd_last_words;
+
+/* All is borrowed. */
+void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
+                        const pd_role_sink *sink, const pd_links *links);
+/* By a link that is up. */
+void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key);
+/* By the next link to that receiver. Too many: the oldest is forgotten, which is logged. */
+void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
+/* This link has come up. */
+void pd_last_words_pay(pd_last_words *words, const pd_link *link);
+/* To everybody: who leased for it is not known. */
+void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);

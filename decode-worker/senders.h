@@ -1,0 +1,22 @@
+#pragma once
+
+/* decode-worker/senders.h - who may not write here any more: incarnations that a router gave up or
+ * whose process has ended. Nothing is leased for them. The latest are remembered. Pure; one thread.
+ */
+
+#include "common/wire/messages.h"
+
+enum { DECODE_SENDERS_DEAD_MAX = 64 };
+
+typedef struct decode_senders {
+    struct {
+        uint64_t incarnation; /* 0: unused */
+        bool ended;           /* no process any more: no router can bring it back */
+    } dead[DECODE_SENDERS_DEAD_MAX];
+    uint32_t next;
+} decode_senders;
+
+bool decode_senders_is_dead(const decode_senders *senders, uint64_t incarnation);
+void decode_senders_refuse(decode_senders *senders, uint64_t incarnation, bool ended);
+/* A router gave it up and another one, or the same anew, counts on it: it may write again. */
+void decode_senders_welcome(decode_senders *senders, const pd_msg_peer_up *peer);
