@@ -166,11 +166,14 @@ static void on_hello(router_core *core, const char *from, const pd_msg_hello *he
         pd_log_warn("msg=\"a worker begins anew: what it had is tried again\" worker=%s session=%u",
                     hello->name, hello->session);
         core->cluster->workers[slot].hello.session = hello->session;
+        /* Not before its next heartbeat has it heard the welcome; until then it believes nothing.
+         */
+        core->cluster->workers[slot].report_ns = 0;
         router_requests_on_worker_gone(core->requests, slot, "it lost sight of this router",
                                        now_ns);
         router_requests_pump(core->requests, now_ns);
     }
-    if (core->cluster->workers[slot].report_ns == 0) { /* new, not a repeated hello */
+    if (core->cluster->workers[slot].report_ns == 0) { /* new or anew, not a repeated hello */
         router_index_open(core->index, slot, hello->incarnation, hello->blocks);
         ask_snapshot(core, slot, now_ns);
     }
