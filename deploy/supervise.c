@@ -6,6 +6,7 @@
 #include "common/base/mem.h"
 #include "common/base/process.h"
 #include "deploy/http_get.h"
+#include "deploy/hung.h"
 #include "deploy/launch.h"
 #include "deploy/state.h"
 
@@ -26,6 +27,9 @@
 #define BACKOFF_MAX_NS   (8 * PD_NS_PER_S)
 #define PROGRESS_NS      (2 * PD_NS_PER_S)
 #define COMPLETE_NS      (10 * PD_NS_PER_S) /* patience for the last workers of a ready cluster */
+#define LOOK_NS          PD_NS_PER_S        /* between two looks at who stands still */
+#define LOOK_TIMEOUT_MS  500
+#define WORKERS_MAX      (4u << 20) /* bytes of GET /workers */
 #define CHOSEN_MAX       6
 #define LINE_MAX_BYTES   1024
 
@@ -37,6 +41,7 @@ typedef struct service {
     uint64_t restart_due_ns; /* 0: not waiting to be restarted */
     uint32_t crashes;
     bool running;
+    bool hung; /* stood still, and was killed for it */
 } service;
 
 typedef struct supervisor {
@@ -54,6 +59,8 @@ typedef struct supervisor {
     bool stopping, killed;
     uint64_t kill_due_ns;
     uint64_t started_ns;
+    hung hung;
+    uint64_t look_ns;     /* when to look next for who stands still */
     uint64_t answered_ns; /* since when /ready says 200; 0: it does not */
     pd_status result;
 } supervisor;
@@ -408,6 +415,11 @@ static void on_exit_of(supervisor *s, service *at, int wait_status)
 {
     at->running = false;
     launch_why(&s->shared, at->state, at->log_from, wait_status, at->state->last_error);
+    if (at->hung)
+        snprintf(at->state->last_error, sizeof at->state->last_error,
+                 "stood still for %llu s and was killed",
+                 (unsigned long long)(s->hung.after_ns / PD_NS_PER_S));
+    at->hung = false;
     at->state->process = (state_process){0};
     if (s->stopping) {
         set_phase(at, "stopped");
@@ -518,6 +530,39 @@ static void check_ready(supervisor *s, uint64_t *progress_ns)
     }
 }
 
+/* A stopped or stuck worker holds its place, and others' blocks that it may still write: its death
+ * sets both free. What it is worth, a new one is too: it was given up long ago. */
+static void end_hung(supervisor *s)
+{
+    pd_json *root = NULL;
+    pd_json_error error;
+    const pd_json *workers = NULL;
+    int code = 0;
+    pd_buf body;
+
+    if (s->hung.after_ns == 0 || pd_clock_now_ns() < s->look_ns)
+        return;
+    pd_buf_init(&body, WORKERS_MAX);
+    if (http_get(&s->listen, "/workers", LOOK_TIMEOUT_MS, &code, &body) == PD_OK && code == 200 &&
+        pd_json_parse(pd_buf_text(&body), body.len, &root, &error) == PD_OK)
+        workers = pd_json_get(root, "workers");
+    if (workers != NULL && pd_json_type_of(workers) != PD_JSON_ARRAY)
+        workers = NULL;
+    uint64_t now_ns = pd_clock_now_ns();
+    s->look_ns = now_ns + LOOK_NS;
+    hung_on_answer(&s->hung, s->state, workers, now_ns);
+    pd_json_free(root);
+    pd_buf_fini(&body);
+    for (uint32_t i = 0; i < s->state->services_count; i++) {
+        service *at = &s->services[i];
+        if (!at->running || at->hung || !hung_is(&s->hung, i, now_ns))
+            continue;
+        at->hung = true;
+        say(s, 'E', "%s stands still: killed (heartbeat.hung_after)", at->state->name);
+        kill(at->state->process.pid, SIGKILL); /* our child, not reaped: surely it */
+    }
+}
+
 /* Detached, not ready yet: the process that asked for the cluster is gone, so is the wish. */
 static bool waiter_gone(const supervisor *s)
 {
@@ -555,7 +600,13 @@ static void restart_due(supervisor *s)
 
 static void start_all(supervisor *s)
 {
+    const pd_deployment *d = s->deployment;
+
     s->started_ns = pd_clock_now_ns();
+    /* Given up by the router first: then nothing is lost. */
+    hung_init(&s->hung, d->heartbeat.hung_after_ns == 0
+                            ? 0
+                            : d->heartbeat.lost_after_ns + d->heartbeat.hung_after_ns);
     s->state->supervisor.pid = getpid();
     if (pd_process_started(getpid(), &s->state->supervisor.start) != PD_OK)
         s->result = PD_E_INTERNAL;
@@ -590,6 +641,7 @@ static void watch(supervisor *s, const sigset_t *signals)
                 begin_stop(s, PD_E_CANCELLED);
         } else {
             restart_due(s);
+            end_hung(s);
         }
     }
 }

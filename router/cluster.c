@@ -10,6 +10,11 @@
 
 enum { OWED_MAX = 4096, OFFER_AGAIN_MS = 1000 };
 
+/* A process is seen to be dead before the last it wrote is read. */
+#define LAST_WORDS_NS (10 * PD_NS_PER_MS)
+/* A worker that lives connects again within 100 ms, and its next heartbeat is on its way. */
+#define CUT_HEARTBEATS 2
+
 pd_status router_cluster_create(const router_core_config *config, uint64_t router,
                                 const router_sink *sink, uint64_t now_ns,
                                 router_cluster **cluster_out)
@@ -289,6 +294,15 @@ uint32_t router_cluster_by_identity(const router_cluster *cluster, const char *i
     return ROUTER_NO_WORKER;
 }
 
+uint32_t router_cluster_by_incarnation(const router_cluster *cluster, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < cluster->slots_used; i++) {
+        if (cluster->workers[i].used && cluster->workers[i].hello.incarnation == incarnation)
+            return i;
+    }
+    return ROUTER_NO_WORKER;
+}
+
 uint32_t router_cluster_by_name(const router_cluster *cluster, const char *name,
                                 uint64_t incarnation)
 {
@@ -455,17 +469,60 @@ void router_cluster_take_time(router_cluster *cluster, uint64_t now_ns)
         router_worker *worker = &cluster->workers[i];
         worker->heard_ns =
             worker->heard_ns + late_ns < now_ns ? worker->heard_ns + late_ns : now_ns;
+        if (worker->cut_ns != 0)
+            worker->cut_ns = worker->cut_ns + late_ns < now_ns ? worker->cut_ns + late_ns : now_ns;
     }
     pd_log_warn("msg=\"this router stood still\" late_ms=%" PRIu64,
                 (uint64_t)(late_ns / PD_NS_PER_MS));
 }
 
-uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns)
+void router_cluster_on_dead(router_cluster *cluster, uint64_t incarnation, uint64_t now_ns)
+{
+    uint32_t slot = router_cluster_by_incarnation(cluster, incarnation);
+    if (slot != ROUTER_NO_WORKER && cluster->workers[slot].dead_ns == 0)
+        cluster->workers[slot].dead_ns = now_ns + LAST_WORDS_NS;
+}
+
+void router_cluster_on_cut(router_cluster *cluster, const char *identity, uint64_t now_ns)
+{
+    uint32_t slot = router_cluster_by_identity(cluster, identity);
+    if (slot == ROUTER_NO_WORKER)
+        return;
+    cluster->workers[slot].cut_ns = now_ns == 0 ? 1 : now_ns;
+    pd_log_info("msg=\"a worker's connection ended\" worker=%s", cluster->workers[slot].hello.name);
+}
+
+static bool is_cut(const router_worker *worker)
+{
+    return worker->cut_ns != 0 && worker->report_ns <= worker->cut_ns;
+}
+
+/* When a worker is given up, if nothing comes of it until then. */
+static uint64_t lost_ns(const router_cluster *cluster, const router_worker *worker)
+{
+    uint64_t lost = worker->heard_ns + cluster->config->lost_after_ns + 1;
+    uint64_t cut = worker->cut_ns + CUT_HEARTBEATS * cluster->config->heartbeat_ns;
+    if (is_cut(worker) && cut < lost)
+        lost = cut;
+    if (worker->dead_ns != 0 && worker->dead_ns < lost)
+        lost = worker->dead_ns;
+    return lost;
+}
+
+uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns,
+                             char why_out[ROUTER_WHY_BYTES])
 {
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         const router_worker *worker = &cluster->workers[i];
-        if (worker->used && now_ns > worker->heard_ns + cluster->config->lost_after_ns)
-            return i;
+        if (!worker->used || now_ns < lost_ns(cluster, worker))
+            continue;
+        double silent_s = now_ns < worker->heard_ns ? 0 : (double)(now_ns - worker->heard_ns) / 1e9;
+        if (worker->dead_ns != 0)
+            snprintf(why_out, ROUTER_WHY_BYTES, "its process has ended");
+        else
+            snprintf(why_out, ROUTER_WHY_BYTES, "%ssilent for %.1f s",
+                     is_cut(worker) ? "its connection ended, and it is " : "", silent_s);
+        return i;
     }
     return ROUTER_NO_WORKER;
 }
@@ -475,9 +532,8 @@ uint64_t router_cluster_next_due(const router_cluster *cluster)
     uint64_t due = cluster->beat_ns;
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         const router_worker *worker = &cluster->workers[i];
-        uint64_t lost_ns = worker->heard_ns + cluster->config->lost_after_ns + 1;
-        if (worker->used && lost_ns < due)
-            due = lost_ns;
+        if (worker->used && lost_ns(cluster, worker) < due)
+            due = lost_ns(cluster, worker);
     }
     return due;
 }

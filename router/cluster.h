@@ -3,7 +3,8 @@
 /* router/cluster.h - the workers as this router sees them.
  *
  * A worker registers with a hello, is checked against what this cluster runs, lives as long as it
- * sends heartbeats, and ends by bye or silence. An incarnation that ended is never believed again.
+ * sends heartbeats, and ends by bye, by its process' death, or by silence: a short one when its
+ * connection has ended. An incarnation that ended is never believed again.
  * Pure: messages go out through the send function, time comes in. One thread. */
 
 #include "router/core.h"
@@ -28,6 +29,8 @@ typedef struct router_worker {
     unsigned char *address;
     uint64_t heard_ns;  /* any message */
     uint64_t report_ns; /* last heartbeat; 0 none yet */
+    uint64_t dead_ns;   /* its process has ended: given up then; 0: not that this router knows */
+    uint64_t cut_ns;    /* its connection ended then: a hint until the next heartbeat; 0: none */
     pd_msg_heartbeat report;
     /* what this router sent and has not seen the end of */
     uint32_t inflight_prefill, inflight_decode;
@@ -74,6 +77,7 @@ void router_cluster_remove(router_cluster *cluster, uint32_t slot);
 bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation);
 
 uint32_t router_cluster_by_identity(const router_cluster *cluster, const char *identity);
+uint32_t router_cluster_by_incarnation(const router_cluster *cluster, uint64_t incarnation);
 uint32_t router_cluster_by_name(const router_cluster *cluster, const char *name,
                                 uint64_t incarnation);
 
@@ -88,8 +92,14 @@ void router_cluster_on_tick(router_cluster *cluster, uint64_t now_ns);
  * a heartbeat finds messages that wait, not workers that are silent. What is unheard of since then
  * is this router's own absence, and does not count. */
 void router_cluster_take_time(router_cluster *cluster, uint64_t now_ns);
-/* A slot silent for longer than lost_after, or ROUTER_NO_WORKER. */
-uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns);
+/* The process of that incarnation has ended, for certain. What it said last is heard first. */
+void router_cluster_on_dead(router_cluster *cluster, uint64_t incarnation, uint64_t now_ns);
+/* The connection of that identity has ended. It may be back in no time. */
+void router_cluster_on_cut(router_cluster *cluster, const char *identity, uint64_t now_ns);
+/* A slot that is dead, or silent for too long; why_out says which. ROUTER_NO_WORKER: none. */
+#define ROUTER_WHY_BYTES 96
+uint32_t router_cluster_lost(const router_cluster *cluster, uint64_t now_ns,
+                             char why_out[ROUTER_WHY_BYTES]);
 uint64_t router_cluster_next_due(const router_cluster *cluster);
 
 /* Sends a cancel, and again later if it was not taken: a lost one would hold blocks. */

@@ -161,7 +161,19 @@ static void on_hello(router_core *core, const char *from, const pd_msg_hello *he
         pd_log_error("msg=\"worker not registered: out of memory\" worker=%s", hello->name);
     if (status != PD_OK)
         return;
-    if (core->cluster->workers[slot].report_ns == 0) { /* new, not a repeated hello */
+    if (core->cluster->workers[slot].hello.session != hello->session) {
+        /* It took this router for dead, and dropped what it had. */
+        pd_log_warn("msg=\"a worker begins anew: what it had is tried again\" worker=%s session=%u",
+                    hello->name, hello->session);
+        core->cluster->workers[slot].hello.session = hello->session;
+        /* Not before its next heartbeat has it heard the welcome; until then it believes nothing.
+         */
+        core->cluster->workers[slot].report_ns = 0;
+        router_requests_on_worker_gone(core->requests, slot, "it lost sight of this router",
+                                       now_ns);
+        router_requests_pump(core->requests, now_ns);
+    }
+    if (core->cluster->workers[slot].report_ns == 0) { /* new or anew, not a repeated hello */
         router_index_open(core->index, slot, hello->incarnation, hello->blocks);
         ask_snapshot(core, slot, now_ns);
     }
@@ -272,13 +284,28 @@ void router_core_on_message(router_core *core, const char *from, const pd_messag
     }
 }
 
+void router_core_on_worker_dead(router_core *core, uint64_t incarnation, uint64_t now_ns)
+{
+    router_cluster_on_dead(core->cluster, incarnation, now_ns);
+}
+
+void router_core_on_worker_cut(router_core *core, const char *from, uint64_t now_ns)
+{
+    router_cluster_on_cut(core->cluster, from, now_ns);
+}
+
+bool router_core_has_worker(const router_core *core, uint64_t incarnation)
+{
+    return router_cluster_by_incarnation(core->cluster, incarnation) != ROUTER_NO_WORKER;
+}
+
 void router_core_on_tick(router_core *core, uint64_t now_ns)
 {
     router_cluster_take_time(core->cluster, now_ns);
-    for (uint32_t slot; (slot = router_cluster_lost(core->cluster, now_ns)) != ROUTER_NO_WORKER;) {
+    char why[ROUTER_WHY_BYTES];
+    for (uint32_t slot;
+         (slot = router_cluster_lost(core->cluster, now_ns, why)) != ROUTER_NO_WORKER;) {
         const router_worker *worker = &core->cluster->workers[slot];
-        char why[96];
-        snprintf(why, sizeof why, "silent for %.1f s", (double)(now_ns - worker->heard_ns) / 1e9);
         pd_log_error("msg=\"worker lost: %s\" worker=%s incarnation=%016" PRIx64, why,
                      worker->hello.name, worker->hello.incarnation);
         core->cluster->lost++;

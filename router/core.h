@@ -118,6 +118,14 @@ void router_core_cancel(router_core *core, router_handle request, uint64_t now_n
 void router_core_on_message(router_core *core, const char *from, const pd_message *message,
                             uint64_t now_ns);
 
+/* The process of that incarnation has ended, for certain: it is given up as soon as what it said
+ * last can have been read (10 ms). Unknown ones are fine. */
+void router_core_on_worker_dead(router_core *core, uint64_t incarnation, uint64_t now_ns);
+/* The connection of that identity has ended, which is how a death on another host shows first, but
+ * a link that flaps too: without a heartbeat within two intervals it is given up. A hint: it proves
+ * nothing about what may still be written. */
+void router_core_on_worker_cut(router_core *core, const char *from, uint64_t now_ns);
+
 /* Deadlines, heartbeats, lost workers. Call at router_core_next_due, or later. */
 void router_core_on_tick(router_core *core, uint64_t now_ns);
 uint64_t router_core_next_due(const router_core *core); /* never UINT64_MAX */
@@ -129,6 +137,9 @@ void router_core_stop(router_core *core);
 void router_core_end_all(router_core *core);
 
 /* ---- looking in: for /ready, /workers, /metrics and tests ---- */
+
+/* That incarnation is registered. */
+bool router_core_has_worker(const router_core *core, uint64_t incarnation);
 
 typedef struct router_ready {
     uint32_t prefill, decode; /* warm and not draining */

@@ -5,6 +5,8 @@
 #include "common/base/log.h"
 #include "common/base/loop.h"
 #include "common/base/mem.h"
+#include "common/base/peer_watch.h"
+#include "common/base/process.h"
 #include "common/config/deployment.h"
 #include "common/kv/layout.h"
 #include "common/kv/prefix_hash.h"
@@ -46,6 +48,8 @@ typedef struct router {
     pd_tokenizer *tokenizer;
     pd_template *chat;
     pd_bus *bus;
+    pd_peer_watch *peers; /* workers of this host */
+    uint64_t host;
     service *service;
     uint32_t context;
     pd_kv_layout layout;
@@ -173,8 +177,32 @@ static bool send(void *ctx, const char *to, const pd_message *message)
 static void on_message(void *ctx, const char *from, const pd_message *message)
 {
     router *r = ctx;
+    if (r->service == NULL)
+        return;
+    service_on_message(r->service, from, message);
+    if (message->kind == PD_MSG_HELLO && message->hello.host == r->host && r->host != 0 &&
+        service_has_worker(r->service, message->hello.incarnation))
+        pd_peer_watch_add(r->peers, message->hello.incarnation, message->hello.pid,
+                          message->hello.started);
+}
+
+static void on_cut(void *ctx, const char *identity)
+{
+    router *r = ctx;
     if (r->service != NULL)
-        service_on_message(r->service, from, message);
+        service_on_worker_cut(r->service, identity);
+}
+
+static void on_dead(void *ctx, uint64_t incarnation)
+{
+    router *r = ctx;
+    service_on_worker_dead(r->service, incarnation);
+}
+
+static pd_bus_counters bus_counters(void *ctx)
+{
+    const router *r = ctx;
+    return r->bus != NULL ? pd_bus_counters_of(r->bus) : (pd_bus_counters){0};
 }
 
 static pd_status start_service(router *r, uint64_t incarnation)
@@ -186,7 +214,8 @@ static pd_status start_service(router *r, uint64_t incarnation)
                                .text_threads = sysconf(_SC_NPROCESSORS_ONLN) > 4 ? 2 : 1,
                                .text_queue_max = TEXT_QUEUE_MAX,
                                .send = send,
-                               .send_ctx = r};
+                               .bus_counters = bus_counters,
+                               .bus_ctx = r};
     pd_hash128 fingerprint = pd_model_file_fingerprint(r->model);
     router_core_config_of(d, &options.core);
     options.core.model = name;
@@ -245,6 +274,7 @@ static pd_status start(router *r)
     uint64_t incarnation = pd_random_id();
     pd_bus_options bus = {.endpoints = {d->router.control, d->router.tokens, d->router.events},
                           .on_message = on_message,
+                          .on_cut = on_cut,
                           .ctx = r};
     pd_status status = pd_loop_create(&r->loop);
     if (status == PD_OK) /* before threads are started: they inherit what is blocked */
@@ -255,6 +285,9 @@ static pd_status start(router *r)
         status = open_model(r);
     if (status == PD_OK)
         status = start_service(r, incarnation);
+    r->host = pd_process_host();
+    if (status == PD_OK)
+        status = pd_peer_watch_create(r->loop, on_dead, r, &r->peers);
     if (status == PD_OK)
         status = pd_bus_create_router(r->loop, &bus, &r->bus);
     if (status == PD_OK)
@@ -268,6 +301,7 @@ static pd_status start(router *r)
 
 static void finish(router *r)
 {
+    pd_peer_watch_destroy(r->peers);
     /* The service says its last words over the bus. */
     service_destroy(r->service);
     pd_bus_destroy(r->bus);

@@ -211,6 +211,20 @@ void pages_metrics(const router_core *core, const char *model, uint32_t connecti
     router_core_each_worker(core, now_ns, write_queue, &sums);
 }
 
+void pages_bus(const pd_bus_counters *counters, pd_buf *out)
+{
+    counter(out, "kvferry_bus_received_total", "Messages of workers.", NULL, counters->received);
+    counter(out, "kvferry_bus_sent_total", "Messages to workers.", NULL, counters->sent);
+    counter(out, "kvferry_bus_malformed_total",
+            "Messages dropped because they could not be unpacked: somebody else speaks here.", NULL,
+            counters->malformed);
+    counter(out, "kvferry_bus_send_failed_total",
+            "Messages that were not taken: the worker is gone, or reads nothing.", NULL,
+            counters->send_failed);
+    counter(out, "kvferry_bus_cut_total", "Connections of workers that ended.", NULL,
+            counters->cut);
+}
+
 /* ---- models ---- */
 
 void pages_model(const char *name, uint32_t context_max, int64_t created, pd_buf *out)

@@ -242,6 +242,10 @@ static void get_metrics(service *s, http_exchange *x, const char *id)
     pd_metrics_write(s->env.metrics, &body);
     pages_metrics(s->core, s->env.model, http_server_connections(s->http), pd_clock_now_ns(),
                   &body);
+    if (s->options.bus_counters != NULL) {
+        pd_bus_counters counters = s->options.bus_counters(s->options.bus_ctx);
+        pages_bus(&counters, &body);
+    }
     answer(s, x, "metrics", id, 200, "text/plain; version=0.0.4; charset=utf-8", &body);
     pd_buf_fini(&body);
 }
@@ -394,7 +398,7 @@ static void on_refused(void *ctx, int status)
 static bool sink_send(void *ctx, const char *to, const pd_message *message)
 {
     service *s = ctx;
-    return s->options.send(s->options.send_ctx, to, message);
+    return s->options.send(s->options.bus_ctx, to, message);
 }
 
 static void sink_token(void *ctx, router_handle request, uint32_t index, uint32_t token,
@@ -419,6 +423,21 @@ static void sink_error(void *ctx, router_handle request, const router_error *err
 void service_on_message(service *s, const char *from, const pd_message *message)
 {
     router_core_on_message(s->core, from, message, pd_clock_now_ns());
+}
+
+void service_on_worker_dead(service *s, uint64_t incarnation)
+{
+    router_core_on_worker_dead(s->core, incarnation, pd_clock_now_ns());
+}
+
+void service_on_worker_cut(service *s, const char *from)
+{
+    router_core_on_worker_cut(s->core, from, pd_clock_now_ns());
+}
+
+bool service_has_worker(const service *s, uint64_t incarnation)
+{
+    return router_core_has_worker(s->core, incarnation);
 }
 
 /* ---- time ---- */

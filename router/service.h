@@ -8,6 +8,7 @@
 
 #include "common/base/loop.h"
 #include "common/metrics/metrics.h"
+#include "common/wire/bus.h"
 #include "router/core.h"
 #include "router/http.h"
 #include "router/text_pool.h"
@@ -21,7 +22,9 @@ typedef struct service_options {
     uint64_t incarnation, seed;
     uint32_t text_threads, text_queue_max;
     bool (*send)(void *ctx, const char *to, const pd_message *message);
-    void *send_ctx;
+    /* What the metrics say of the bus; NULL: nothing. */
+    pd_bus_counters (*bus_counters)(void *ctx);
+    void *bus_ctx; /* of both */
 } service_options;
 
 /* Listens. Errors: PD_E_IO (the port: logged), PD_E_NOMEM, PD_E_INVALID. */
@@ -30,6 +33,10 @@ PD_CHECKED pd_status service_create(pd_loop *loop, const service_options *option
 void service_destroy(service *service);
 
 void service_on_message(service *service, const char *from, const pd_message *message);
+/* As router_core_on_worker_dead, router_core_on_worker_cut, router_core_has_worker. */
+void service_on_worker_dead(service *service, uint64_t incarnation);
+void service_on_worker_cut(service *service, const char *from);
+bool service_has_worker(const service *service, uint64_t incarnation);
 
 /* Shuts down: no new connections, /ready says 503, new requests are refused; done is called on the
  * loop when the last answer has been sent or grace_ns have passed. */

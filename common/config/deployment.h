@@ -128,6 +128,7 @@ typedef struct pd_deployment {
     struct {
         uint64_t interval_ns;
         uint64_t lost_after_ns; /* silence that means dead */
+        uint64_t hung_after_ns; /* from then until it is killed; 0: never */
     } heartbeat;
 
     pd_arena *arena; /* holds the strings */

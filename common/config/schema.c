@@ -125,6 +125,8 @@ const pd_key pd_schema[] = {
      NULL, "between two heartbeats"},
     {"heartbeat.lost_after", PD_KEY_DURATION, AT(heartbeat.lost_after_ns), 20 * MS, 3600 * S, "2s",
      NULL, "silence that means dead"},
+    {"heartbeat.hung_after", PD_KEY_DURATION, AT(heartbeat.hung_after_ns), 0, 3600 * S, "10s", NULL,
+     "a worker that stays silent so much longer is killed and started anew; 0s: never"},
 };
 
 const size_t pd_schema_count = sizeof pd_schema / sizeof pd_schema[0];

@@ -17,7 +17,10 @@ enum {
     HEARTBEAT_TIMEOUT_MS = 2000,
     RECONNECT_MS = 50,
     RECONNECT_MAX_MS = 500,
+    SPEAKERS_MAX = 1024, /* connections that are known by whose they are */
+    MONITOR_HWM = 10000, /* full, ZeroMQ's own thread would wait for us */
 };
+#define MONITOR "inproc://control-monitor"
 
 typedef struct channel {
     pd_bus *bus;
@@ -25,12 +28,23 @@ typedef struct channel {
     int fd;
 } channel;
 
+/* Who spoke last on a connection of the control socket. */
+typedef struct speaker {
+    int fd;
+    char identity[PD_IDENTITY_BYTES];
+} speaker;
+
 struct pd_bus {
     pd_loop *loop;
     void *context;
     bool is_router;
     pd_bus_fn *on_message;
+    pd_bus_cut_fn *on_cut;
     void *ctx;
+    void *monitor; /* tells which connections of the control socket ended; NULL: nobody asks */
+    int monitor_fd;
+    speaker *speakers; /* [SPEAKERS_MAX] */
+    uint32_t speakers_count;
     channel channels[PD_CHANNELS];
     pd_buf packed;
     pd_bus_counters counters;
@@ -70,6 +84,80 @@ static void deliver(pd_bus *bus, const char *from, void *bytes, size_t len)
     pd_message_hold_free(hold);
 }
 
+/* ---- whose connection ended ---- */
+
+static speaker *find_speaker(pd_bus *bus, int fd)
+{
+    for (uint32_t i = 0; i < bus->speakers_count; i++) {
+        if (bus->speakers[i].fd == fd)
+            return &bus->speakers[i];
+    }
+    return NULL;
+}
+
+/* The connection a message came by is known by its descriptor, which is a stranger's after it was
+ * closed: whoever speaks on it owns it. More than are remembered only lack the hint. */
+static void note_speaker(pd_bus *bus, zmq_msg_t *frame, const char *from)
+{
+    if (bus->monitor == NULL)
+        return;
+    int fd = zmq_msg_get(frame, ZMQ_SRCFD);
+    speaker *known = fd < 0 ? NULL : find_speaker(bus, fd);
+    if (fd < 0 || (known == NULL && bus->speakers_count == SPEAKERS_MAX))
+        return;
+    if (known == NULL)
+        known = &bus->speakers[bus->speakers_count++];
+    else if (strcmp(known->identity, from) == 0)
+        return;
+    known->fd = fd;
+    snprintf(known->identity, sizeof known->identity, "%s", from);
+}
+
+static void on_end_of(pd_bus *bus, int fd)
+{
+    speaker *ended = find_speaker(bus, fd);
+    if (ended == NULL)
+        return; /* it never said anything */
+    char identity[PD_IDENTITY_BYTES];
+    memcpy(identity, ended->identity, sizeof identity);
+    *ended = bus->speakers[--bus->speakers_count];
+    bus->counters.cut++;
+    for (uint32_t i = 0; i < bus->speakers_count; i++) {
+        if (strcmp(bus->speakers[i].identity, identity) == 0)
+            return; /* it has another one already */
+    }
+    bus->on_cut(bus->ctx, identity);
+}
+
+/* One event of the monitor: a frame of 16 bits of kind and 32 of value, and one with the endpoint.
+ * False: none was waiting. */
+static bool take_event(pd_bus *bus)
+{
+    bool more = true, any = false;
+
+    for (int frames = 0; more; frames++) {
+        unsigned char bytes[256];
+        uint16_t kind = 0;
+        int32_t fd = -1;
+        int n = zmq_recv(bus->monitor, bytes, sizeof bytes, ZMQ_DONTWAIT);
+        int rest = 0;
+        size_t size = sizeof rest;
+        if (n < 0)
+            return any;
+        any = true;
+        more = zmq_getsockopt(bus->monitor, ZMQ_RCVMORE, &rest, &size) == 0 && rest != 0;
+        if (frames > 0 || n != sizeof kind + sizeof fd)
+            continue;
+        memcpy(&kind, bytes, sizeof kind);
+        memcpy(&fd, bytes + sizeof kind, sizeof fd);
+        if (kind == ZMQ_EVENT_DISCONNECTED)
+            on_end_of(bus, fd);
+    }
+    return true;
+}
+
+/* ---- messages ---- */
+
 /* One whole message: at a router's control socket an identity frame comes first. Frames beyond what
  * is expected are read and dropped with the message. False: nothing was waiting. */
 static bool receive_one(channel *ch)
@@ -94,6 +182,8 @@ static bool receive_one(channel *ch)
             if (sound)
                 memcpy(from, zmq_msg_data(&frame), len);
         } else if (sound && !more && frames == (has_identity ? 1 : 0)) {
+            if (has_identity)
+                note_speaker(bus, &frame, from);
             deliver(bus, from, zmq_msg_data(&frame), len);
         } else {
             sound = false;
@@ -123,6 +213,9 @@ static bool drain(void *ctx)
             taken++;
         left |= taken == MESSAGES_PER_TURN;
     }
+    /* An end is told after what was said before it. */
+    for (int taken = 0; bus->monitor != NULL && !left && take_event(bus);)
+        left = ++taken == MESSAGES_PER_TURN;
     return left;
 }
 
@@ -136,6 +229,43 @@ static void set_int(void *socket, int option, int value)
 {
     int rc = zmq_setsockopt(socket, option, &value, sizeof value);
     pd_assert(rc == 0); /* options and values are ours */
+}
+
+/* Before the socket is bound, so that no connection is missed. */
+static pd_status open_monitor(pd_bus *bus)
+{
+    void *control = bus->channels[PD_CHANNEL_CONTROL].socket;
+    size_t size = sizeof bus->monitor_fd;
+
+    bus->speakers = pd_calloc(SPEAKERS_MAX, sizeof *bus->speakers);
+    if (bus->speakers == NULL)
+        return PD_E_NOMEM;
+    if (zmq_socket_monitor(control, MONITOR, ZMQ_EVENT_DISCONNECTED) == 0)
+        bus->monitor = zmq_socket(bus->context, ZMQ_PAIR);
+    if (bus->monitor == NULL) {
+        pd_log_error("msg=\"bus: connections cannot be watched: %s\"", zmq_strerror(zmq_errno()));
+        return PD_E_IO;
+    }
+    set_int(bus->monitor, ZMQ_LINGER, 0);
+    set_int(bus->monitor, ZMQ_RCVHWM, MONITOR_HWM);
+    if (zmq_connect(bus->monitor, MONITOR) != 0 ||
+        zmq_getsockopt(bus->monitor, ZMQ_FD, &bus->monitor_fd, &size) != 0)
+        return PD_E_IO;
+    return pd_loop_add_fd(bus->loop, bus->monitor_fd, EPOLLIN, on_readable, bus);
+}
+
+static void close_monitor(pd_bus *bus)
+{
+    if (bus->monitor == NULL)
+        return;
+    if (bus->monitor_fd >= 0)
+        pd_loop_remove_fd(bus->loop, bus->monitor_fd);
+    /* Emptied and stopped before its reader goes: ZeroMQ's thread waits for whoever reads. */
+    char byte;
+    while (zmq_recv(bus->monitor, &byte, sizeof byte, ZMQ_DONTWAIT) >= 0)
+        continue;
+    zmq_socket_monitor(bus->channels[PD_CHANNEL_CONTROL].socket, NULL, 0);
+    zmq_close(bus->monitor);
 }
 
 static pd_status open_channel(pd_bus *bus, pd_channel which, int type, const char *identity,
@@ -168,6 +298,11 @@ static pd_status open_channel(pd_bus *bus, pd_channel which, int type, const cha
         set_int(ch->socket, ZMQ_IMMEDIATE, 1); /* never queue for a router that is not there */
     if (identity != NULL)
         zmq_setsockopt(ch->socket, ZMQ_ROUTING_ID, identity, strlen(identity));
+    if (bus->is_router && which == PD_CHANNEL_CONTROL && bus->on_cut != NULL) {
+        pd_status status = open_monitor(bus);
+        if (status != PD_OK)
+            return status;
+    }
     int rc = bus->is_router ? zmq_bind(ch->socket, endpoint) : zmq_connect(ch->socket, endpoint);
     if (rc != 0) {
         pd_log_error("msg=\"bus: cannot %s %s: %s\" channel=%s",
@@ -191,10 +326,12 @@ static pd_status create(pd_loop *loop, const pd_bus_options *options, bool is_ro
         return PD_E_NOMEM;
     for (int i = 0; i < PD_CHANNELS; i++)
         bus->channels[i].fd = -1;
+    bus->monitor_fd = -1;
     pd_buf_init(&bus->packed, PD_MESSAGE_BYTES_MAX);
     bus->loop = loop;
     bus->is_router = is_router;
     bus->on_message = options->on_message;
+    bus->on_cut = options->on_cut;
     bus->ctx = options->ctx;
     bus->context = zmq_ctx_new();
     pd_status status = bus->context != NULL ? PD_OK : PD_E_NOMEM;
@@ -229,6 +366,7 @@ void pd_bus_destroy(pd_bus *bus)
 {
     if (bus == NULL)
         return;
+    close_monitor(bus);
     for (int i = 0; i < PD_CHANNELS; i++) {
         if (bus->channels[i].fd >= 0)
             pd_loop_remove_fd(bus->loop, bus->channels[i].fd);
@@ -239,6 +377,7 @@ void pd_bus_destroy(pd_bus *bus)
     if (bus->context != NULL)
         zmq_ctx_term(bus->context);
     pd_buf_fini(&bus->packed);
+    pd_free(bus->speakers);
     pd_free(bus);
 }
 

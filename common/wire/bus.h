@@ -25,9 +25,14 @@ typedef enum pd_channel {
 /* A message came. At a router, control messages carry the sender's identity; from is borrowed. */
 typedef void pd_bus_fn(void *ctx, const char *from, const pd_message *message);
 
+/* Router: the connection that this identity last spoke on has ended: its process is dead, or the
+ * link is. What it said before was delivered first. It may be back by another connection. */
+typedef void pd_bus_cut_fn(void *ctx, const char *identity);
+
 typedef struct pd_bus_options {
     const char *endpoints[PD_CHANNELS]; /* "ipc://..." or "tcp://127.0.0.1:5555" */
     pd_bus_fn *on_message;
+    pd_bus_cut_fn *on_cut; /* a router's; may be NULL */
     void *ctx;
 } pd_bus_options;
 
@@ -48,8 +53,9 @@ PD_CHECKED pd_status pd_bus_send(pd_bus *bus, const char *to, const pd_message *
 #define PD_IDENTITY_BYTES (PD_NAME_BYTES + 17)
 void pd_bus_identity(const char *name, uint64_t incarnation, char *text);
 
-/* Messages dropped because they could not be unpacked, and bytes moved: for metrics. */
+/* Counted since the start. malformed: dropped, since they could not be unpacked; cut: connections
+ * of peers that had spoken, which ended. */
 typedef struct pd_bus_counters {
-    uint64_t received, sent, malformed, send_failed;
+    uint64_t received, sent, malformed, send_failed, cut;
 } pd_bus_counters;
 pd_bus_counters pd_bus_counters_of(const pd_bus *bus);

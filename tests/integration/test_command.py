@@ -195,6 +195,36 @@ class Command(unittest.TestCase):
         self.assertEqual(after["restarts"], 1)
         self.assertNotEqual(after["pid"], before["pid"])
 
+    def tell_workers(self, *names):
+        """What the router says from now on: it hears of these."""
+        workers = [{"name": name, "pid": self.service(name)["pid"], "heartbeat_age_ms": 10} for name in names]
+        path = os.path.join(self.dir, "workers.json")
+        with open(path + ".new", "w") as f:
+            json.dump({"workers": workers}, f)
+        os.rename(path + ".new", path)
+
+    def test_a_worker_that_stands_still_is_killed_and_started_anew(self):
+        self.assertEqual(self.up("--set", "heartbeat.lost_after=500ms", "--set", "heartbeat.hung_after=1s")[0], 0)
+        before = self.service("prefill-1")
+        self.tell_workers("prefill-1", "decode-0")  # prefill-0 loads its model, for all that is known
+        time.sleep(2)
+        self.assertEqual(self.service("prefill-1")["restarts"], 0)
+        self.tell_workers("decode-0")
+        os.kill(before["pid"], signal.SIGSTOP)
+        self.assertTrue(wait_for(lambda: self.service("prefill-1")["restarts"] == 1, 8))
+        self.assertIn("stood still for 1 s and was killed", self.service("prefill-1")["last_error"])
+        self.assertNotEqual(self.service("prefill-1")["pid"], before["pid"])
+        time.sleep(2)
+        self.assertEqual([self.service(name)["restarts"] for name in ("router", "prefill-0", "prefill-1", "decode-0")], [0, 0, 1, 0])
+
+    def test_with_hung_after_0s_nobody_is_killed(self):
+        self.assertEqual(self.up("--set", "heartbeat.lost_after=500ms", "--set", "heartbeat.hung_after=0s")[0], 0)
+        self.tell_workers("prefill-1")
+        time.sleep(1.5)
+        self.tell_workers()
+        time.sleep(3)
+        self.assertEqual(self.service("prefill-1")["restarts"], 0)
+
     def test_a_wrong_configuration_is_not_restarted(self):
         self.assertEqual(self.up(STANDIN_DECODE_0="late")[0], 0)
         open(os.path.join(self.dir, "go"), "w").close()

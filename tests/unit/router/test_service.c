@@ -217,7 +217,7 @@ static void make_service(stage *s)
                                .text_threads = 1,
                                .text_queue_max = 4,
                                .send = on_send,
-                               .send_ctx = s};
+                               .bus_ctx = s};
     options.core = (router_core_config){.model = "M",
                                         .model_fingerprint = {1, 2},
                                         .block_tokens = 16,
