@@ -2,7 +2,6 @@
  * `decode-worker`. The role is the name it is started under, or --role. */
 
 #include "common/worker/runtime.h"
-#include "common/worker/ship.h"
 #include "decode-worker/decode.h"
 #include "kernels/model/runner.h"
 #include "prefill-worker/prefill.h"
@@ -92,6 +91,5 @@ int main(int argc, char **argv)
         return 2;
     }
     options.role = role == PD_ROLE_PREFILL ? &prefill_role : &decode_role;
-    options.shipper = role == PD_ROLE_PREFILL ? &pd_worker_shipper : NULL;
     return pd_worker_run(&options);
 }

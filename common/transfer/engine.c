@@ -461,7 +461,9 @@ static void start_put(pd_engine *engine, pd_peer index, const pd_engine_op *op)
         engine->ops->put(engine->carrier, index, op->source_offset, op->target_offset, op->bytes,
                          token_of(engine, index, number));
     peer->bytes += op->bytes;
-    peer->post_ns += pd_clock_now_ns() - start_ns;
+    /* a put that is done when its call returns was the copy itself */
+    if (status == PD_E_AGAIN)
+        peer->post_ns += pd_clock_now_ns() - start_ns;
     if (status == PD_OK)
         put_is_done(engine, peer, number);
     else if (status != PD_E_AGAIN)
@@ -533,8 +535,9 @@ static bool pump_batches(pd_engine *engine, pd_peer index)
             continue;
         if (peer->broken || !batch->flushed || (int32_t)(peer->put_oldest - batch->puts_until) < 0)
             break;
+        batch->sent->landed_ns = pd_clock_now_ns();
         if (batch->first_put_ns != 0)
-            batch->sent->wire_ns = pd_clock_now_ns() - batch->first_put_ns;
+            batch->sent->wire_ns = batch->sent->landed_ns - batch->first_put_ns;
         any = true;
         batch->sending = true;
         pd_status status = engine->ops->send(engine->carrier, index, batch->message, batch->len,

@@ -18,7 +18,7 @@ typedef struct pd_engine_event {
     pd_transfer_event_kind kind;
     pd_status status;
     pd_peer peer;
-    uint64_t tag, ticket, bytes, wire_ns, post_ns;
+    uint64_t tag, ticket, bytes, wire_ns, post_ns, landed_ns;
     char lane[64];
     size_t notice_len;
     unsigned char notice[];

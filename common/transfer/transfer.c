@@ -496,6 +496,7 @@ pd_status pd_transfer_poll(pd_transfer *transfer, pd_transfer_event *event_out)
     event_out->bytes = event->bytes;
     event_out->wire_ns = event->wire_ns;
     event_out->post_ns = event->post_ns;
+    event_out->landed_ns = event->landed_ns;
     memcpy(event_out->lane, event->lane, sizeof event_out->lane);
     event_out->notice_len = event->notice_len;
     memcpy(event_out->notice, event->notice, event->notice_len);

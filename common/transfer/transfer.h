@@ -6,8 +6,8 @@
  * A transfer endpoint (pd_transfer) owns the memory that others may write: the KV pool is allocated
  * by it, since who carries blocks decides which memory is fast. It runs on a thread of its own,
  * which alone touches the carrier (UCX). The caller's thread and it talk through bounded queues:
- * every function below is for the owner's loop thread, but those that say otherwise. Results come
- * from pd_transfer_poll, announced by pd_transfer_fd.
+ * every function below is for the owner's loop thread. Results come from pd_transfer_poll,
+ * announced by pd_transfer_fd.
  *
  * A put names a peer, a run of source bytes in the own pool and where it goes in the peer's. After
  * its puts a caller sends a notice; it is delivered at the peer only after every put posted before
@@ -64,9 +64,7 @@ void pd_transfer_close(pd_transfer *transfer, pd_peer peer);
 /* Adds a put of bytes from the own pool to the peer's pool. ticket groups puts and the notice after
  * them. A put that goes on where the last one to the same peer ended, in both pools, becomes one
  * with it. PD_E_OVERLOAD: the queue is full, try after the next poll; PD_E_PEER: not connected;
- * PD_E_INVALID: not inside the own pool and the peer's (logged), nothing was taken.
- * pd_transfer_put and pd_transfer_notice may be called from one other thread (the compute
- * thread) instead of the loop thread, if always from that one. */
+ * PD_E_INVALID: not inside the own pool and the peer's (logged), nothing was taken. */
 PD_CHECKED pd_status pd_transfer_put(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
                                      uint64_t source_offset, uint64_t target_offset,
                                      uint64_t bytes);
@@ -101,9 +99,10 @@ typedef struct pd_transfer_event {
     pd_peer peer;
     uint64_t tag;
     uint64_t ticket;
-    uint64_t bytes;   /* put to the peer since the notice before */
-    uint64_t wire_ns; /* first put posted to all landed */
-    uint64_t post_ns; /* of that, spent posting */
+    uint64_t bytes;     /* put to the peer since the notice before */
+    uint64_t wire_ns;   /* first put posted to all landed */
+    uint64_t post_ns;   /* of that, spent posting: starting puts that then went on by themselves */
+    uint64_t landed_ns; /* pd_clock_now_ns when all had landed */
     char lane[64];
     size_t notice_len;
     unsigned char notice[PD_TRANSFER_NOTICE_BYTES_MAX];

@@ -48,7 +48,8 @@ typedef struct pd_role_sink {
     /* Puts the blocks and then says so with notices. What it points to is copied. PD_OK: exactly
      * one PD_TRANSFER_SENT with its ticket follows, when all of it has landed or failed. How many
      * shipments may wait is the carrier's: PD_E_OVERLOAD, try again after the next SENT or tick.
-     * Shipments of several tickets to one peer share it fairly. */
+     * PD_E_PEER: that link is closed; PD_E_INVALID: the peer has no such blocks; PD_E_NOMEM.
+     * Shipments of several tickets to one peer share it fairly. Tickets are not 0. */
     pd_status (*ship)(void *ctx, const pd_shipment *shipment);
     /* Drops what was not posted yet of that ticket: its PD_TRANSFER_SENT come, PD_E_CANCELLED. */
     void (*unship)(void *ctx, uint64_t ticket);

@@ -6,6 +6,7 @@
 #include "common/base/mem.h"
 #include "common/base/peer_watch.h"
 #include "common/base/process.h"
+#include "common/base/queue.h"
 #include "common/kv/seal.h"
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
@@ -18,10 +19,11 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#define TICK_NS   (20 * PD_NS_PER_MS)
-#define HELLO_NS  (300 * PD_NS_PER_MS)
-#define GRACE_NS  (7 * PD_NS_PER_S) /* a supervisor waits 10 seconds in all */
-#define CANCEL_NS PD_NS_PER_S       /* for what was cancelled to come to rest */
+#define TICK_NS         (20 * PD_NS_PER_MS)
+#define HELLO_NS        (300 * PD_NS_PER_MS)
+#define GRACE_NS        (7 * PD_NS_PER_S) /* a supervisor waits 10 seconds in all */
+#define CANCEL_NS       PD_NS_PER_S       /* for what was cancelled to come to rest */
+#define SHIPPING_LOG_NS (60 * PD_NS_PER_S)
 
 enum { WARM_TOKENS = 16, EVENTS_A_TURN = 256, UNFENCED_MAX = 1024 };
 
@@ -38,6 +40,7 @@ typedef struct worker {
     uint64_t host, started; /* of this process */
     uint32_t session;       /* how often what a router had here was dropped */
     pd_loop_timer *tick_timer, *beat_timer;
+    pd_queue *groups; /* group_done, from the compute thread */
     uint64_t layout_fingerprint;
     unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX];
     size_t address_len;
@@ -57,6 +60,8 @@ typedef struct worker {
     bool cancelled;
     bool leaving; /* BYE is said */
     int exit_status;
+    pd_ship_stats shipping_logged;
+    uint64_t shipping_log_ns; /* when it is due again */
     pd_transfer_event event;
 } worker;
 
@@ -84,12 +89,26 @@ static void act_send(void *ctx, uint64_t router, const pd_message *message)
         send_to_router(w, message);
 }
 
+/* A layer group of a step is final. The compute thread says so and goes on. */
+typedef struct group_done {
+    pd_step *step;
+    uint32_t group;
+} group_done;
+
+static void announce_group(void *ctx, pd_step *step, uint32_t group)
+{
+    worker *w = ctx;
+    group_done done = {.step = step, .group = group};
+    pd_status status = pd_queue_push(w->groups, &done);
+
+    pd_assert(status == PD_OK); /* one step of the core at a time, each group once */
+}
+
 static void act_run(void *ctx, pd_step *step)
 {
     worker *w = ctx;
     const pd_worker_options *options = w->setup.options;
-    pd_step_group_fn *on_group = options->shipper == NULL ? NULL : options->shipper->on_group;
-    pd_status status = options->engine->run(w->setup.engine, step, on_group, w->setup.shipper);
+    pd_status status = options->engine->run(w->setup.engine, step, announce_group, w);
 
     pd_assert(status == PD_OK); /* one step of the core and one warm-up at most */
 }
@@ -102,7 +121,7 @@ static pd_status act_connect(void *ctx, const void *address, size_t bytes, uint6
     pd_status status = pd_worker_address_unpack(address, bytes, &parsed);
 
     if (status == PD_OK && parsed.layout_fingerprint != w->layout_fingerprint) {
-        pd_log_error("msg=\"a decode worker has another KV layout\" ours=%016llx theirs=%016llx",
+        pd_log_error("msg=\"a peer has another KV layout\" ours=%016llx theirs=%016llx",
                      (unsigned long long)w->layout_fingerprint,
                      (unsigned long long)parsed.layout_fingerprint);
         return PD_E_MISMATCH;
@@ -111,7 +130,7 @@ static pd_status act_connect(void *ctx, const void *address, size_t bytes, uint6
         status = pd_transfer_connect(w->setup.transfer, parsed.transfer, parsed.transfer_len, tag,
                                      peer_out);
     if (status == PD_OK)
-        w->setup.options->shipper->set_peer(w->setup.shipper, *peer_out, parsed.blocks);
+        pd_ship_open(w->setup.shipper, *peer_out, parsed.blocks, tag);
     return status;
 }
 
@@ -119,6 +138,7 @@ static void act_close(void *ctx, pd_peer peer)
 {
     worker *w = ctx;
 
+    pd_ship_close(w->setup.shipper, peer);
     pd_transfer_close(w->setup.transfer, peer);
 }
 
@@ -126,7 +146,21 @@ static pd_status act_notify(void *ctx, pd_peer peer, const pd_notice *notice)
 {
     worker *w = ctx;
 
-    return w->setup.options->shipper->notify(w->setup.shipper, peer, notice);
+    return pd_ship_notify(w->setup.shipper, peer, notice);
+}
+
+static pd_status act_ship(void *ctx, const pd_shipment *shipment)
+{
+    worker *w = ctx;
+
+    return pd_ship_post(w->setup.shipper, shipment);
+}
+
+static void act_unship(void *ctx, uint64_t ticket)
+{
+    worker *w = ctx;
+
+    pd_ship_drop(w->setup.shipper, ticket);
 }
 
 static pd_status act_verify(void *ctx, const pd_check *check)
@@ -326,6 +360,52 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
     w->ops->on_message(w->core, w->router, message, now_ns);
 }
 
+/* A role that has no on_group: what its slices say leaves group by group. */
+static void ship_slices(worker *w, pd_step *step, uint32_t group)
+{
+    for (uint32_t i = 0; i < step->slices_count; i++) {
+        pd_step_slice *slice = &step->slices[i];
+        if (slice->ship.count == 0 || slice->ship_status != PD_OK)
+            continue;
+        slice->ship_status =
+            pd_ship_post(w->setup.shipper, &(pd_shipment){
+                                               .peer = slice->ship.peer,
+                                               .ticket = slice->ship.ticket,
+                                               .key = slice->ship.key,
+                                               .receiver = slice->ship.receiver,
+                                               .group_first = group,
+                                               .groups = 1,
+                                               .first = slice->ship.first,
+                                               .count = slice->ship.count,
+                                               .sources = slice->ship.sources,
+                                               .targets = slice->ship.targets,
+                                               .valid_tokens = slice->ship.valid_tokens,
+                                           });
+        slice->notices_posted += slice->ship_status == PD_OK;
+    }
+}
+
+static void take_groups(worker *w)
+{
+    group_done done;
+
+    while (pd_queue_pop(w->groups, &done) == PD_OK) {
+        if (w->ops->on_group != NULL)
+            w->ops->on_group(w->core, done.step, done.group, pd_clock_now_ns());
+        else
+            ship_slices(w, done.step, done.group);
+    }
+}
+
+static void on_groups(void *ctx, uint32_t epoll_events)
+{
+    worker *w = ctx;
+
+    (void)epoll_events;
+    pd_queue_drain_fd(w->groups);
+    take_groups(w);
+}
+
 static void on_engine(void *ctx, uint32_t epoll_events)
 {
     worker *w = ctx;
@@ -333,6 +413,8 @@ static void on_engine(void *ctx, uint32_t epoll_events)
 
     (void)epoll_events;
     while (w->setup.options->engine->poll(w->setup.engine, &step) == PD_OK) {
+        /* Its groups were announced before it was done, and are heard of before. */
+        take_groups(w);
         if (step != &w->warm_step) {
             w->ops->on_step_done(w->core, step, pd_clock_now_ns());
             continue;
@@ -350,6 +432,12 @@ static void on_engine(void *ctx, uint32_t epoll_events)
     }
 }
 
+static void tell_shipped(worker *w)
+{
+    while (pd_ship_poll(w->setup.shipper, &w->event) == PD_OK)
+        w->ops->on_transfer(w->core, &w->event, pd_clock_now_ns());
+}
+
 static void on_transfer(void *ctx, uint32_t epoll_events)
 {
     worker *w = ctx;
@@ -358,7 +446,9 @@ static void on_transfer(void *ctx, uint32_t epoll_events)
     for (int i = 0; i < EVENTS_A_TURN; i++) {
         if (pd_transfer_poll(w->setup.transfer, &w->event) != PD_OK)
             return;
-        if (w->event.kind == PD_TRANSFER_FENCED)
+        if (w->event.kind == PD_TRANSFER_SENT && pd_ship_sent(w->setup.shipper, &w->event))
+            tell_shipped(w); /* at once: before its peer is said to be closed */
+        else if (w->event.kind == PD_TRANSFER_FENCED)
             w->ops->peer_dead(w->core, w->event.tag, pd_clock_now_ns());
         else
             w->ops->on_transfer(w->core, &w->event, pd_clock_now_ns());
@@ -378,6 +468,35 @@ static void on_verifier(void *ctx, uint32_t epoll_events)
     }
 }
 
+/* Whatever happened in this turn: what may leave now, leaves now. */
+static bool on_turn(void *ctx)
+{
+    worker *w = ctx;
+    bool more = pd_ship_pump(w->setup.shipper);
+
+    tell_shipped(w);
+    return more;
+}
+
+static void log_shipping(worker *w, uint64_t now_ns)
+{
+    pd_ship_stats s = pd_ship_read_stats(w->setup.shipper);
+    const pd_ship_stats *before = &w->shipping_logged;
+
+    w->shipping_log_ns = now_ns + SHIPPING_LOG_NS;
+    if (s.parts == before->parts)
+        return;
+    double wire_ms = (double)(s.wire_ns - before->wire_ns) / 1e6;
+    double post_ms = (double)(s.post_ns - before->post_ns) / 1e6;
+    pd_log_info("msg=\"shipped\" shipments=%llu bytes=%llu puts=%llu wire_ms=%.1f post_ms=%.2f "
+                "post_share=%.3f seal_ms=%.2f",
+                (unsigned long long)(s.shipments - before->shipments),
+                (unsigned long long)(s.bytes - before->bytes),
+                (unsigned long long)(s.puts - before->puts), wire_ms, post_ms,
+                wire_ms > 0 ? post_ms / wire_ms : 0, (double)(s.seal_ns - before->seal_ns) / 1e6);
+    w->shipping_logged = s;
+}
+
 /* ---- time ---- */
 
 static void leave(worker *w)
@@ -387,6 +506,7 @@ static void leave(worker *w)
     /* A router that has left before us needs no word. */
     if (w->router != 0 && pd_bus_send(w->bus, NULL, &message) != PD_OK)
         pd_log_debug("msg=\"the router has left already\"");
+    log_shipping(w, pd_clock_now_ns());
     pd_log_info("msg=\"leaves\"");
     w->leaving = true;
 }
@@ -427,6 +547,8 @@ static void on_tick(void *ctx)
         say_hello(w);
     if (w->drain_until_ns != 0)
         go_on_draining(w, now_ns);
+    if (now_ns >= w->shipping_log_ns)
+        log_shipping(w, now_ns);
     pd_loop_timer_arm(w->tick_timer, now_ns + TICK_NS);
 }
 
@@ -483,6 +605,8 @@ static pd_status make_core(worker *w)
         .close = act_close,
         .notify = act_notify,
         .verify = act_verify,
+        .ship = act_ship,
+        .unship = act_unship,
         .seal = act_seal,
     };
     pd_status status = w->ops->create(&options, &sink, &w->core);
@@ -573,7 +697,10 @@ static pd_status prepare(worker *w)
     w->beat_ns = w->setup.deployment.heartbeat.interval_ns;
     w->lost_after_ns = w->setup.deployment.heartbeat.lost_after_ns;
     pack_address(w);
-    status = make_core(w);
+    /* Two steps' worth, with as much room again. */
+    status = pd_queue_create(sizeof(group_done), 4 * w->setup.layout.groups, &w->groups);
+    if (status == PD_OK)
+        status = make_core(w);
     if (status == PD_OK)
         status = make_verifier(w);
     if (status == PD_OK)
@@ -588,6 +715,10 @@ static pd_status prepare(worker *w)
     if (status == PD_OK)
         status =
             pd_loop_add_fd(w->loop, pd_transfer_fd(w->setup.transfer), EPOLLIN, on_transfer, w);
+    if (status == PD_OK)
+        status = pd_loop_add_fd(w->loop, pd_queue_fd(w->groups), EPOLLIN, on_groups, w);
+    if (status == PD_OK)
+        status = pd_loop_add_prepare(w->loop, on_turn, w);
     if (status == PD_OK)
         status = start_warm_up(w);
     if (status == PD_OK)
@@ -610,11 +741,14 @@ static void dismantle(worker *w)
     if (w->verifier != NULL)
         pd_loop_remove_fd(w->loop, pd_verifier_fd(w->verifier));
     pd_verifier_destroy(w->verifier); /* it reads the pool, which goes with the setup */
+    if (w->groups != NULL)
+        pd_loop_remove_fd(w->loop, pd_queue_fd(w->groups));
     pd_peer_watch_destroy(w->peers);
     /* The engine's thread reads the core's plan: it ends first. */
     const pd_role_ops *ops = w->ops;
     pd_worker_setup_close(&w->setup);
     ops->destroy(w->core);
+    pd_queue_destroy(w->groups);
     pd_loop_destroy(w->loop);
 }
 

@@ -188,19 +188,17 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
                      engine.device);
         return status;
     }
-    if (options->shipper != NULL) {
-        pd_shipper_options shipper = {
-            .transfer = setup->transfer,
-            .layout = &setup->layout,
-            .incarnation = setup->incarnation,
-            .peers_max = PD_WORKER_PEERS_MAX,
-            .seals = setup->deployment.transfer.seals,
-        };
-        status = options->shipper->create(&shipper, &setup->shipper);
-        if (status != PD_OK) {
-            pd_log_error("msg=\"no memory to ship with\"");
-            return status;
-        }
+    pd_shipper_options shipper = {
+        .transfer = setup->transfer,
+        .layout = &setup->layout,
+        .incarnation = setup->incarnation,
+        .peers_max = PD_WORKER_PEERS_MAX,
+        .seals = setup->deployment.transfer.seals,
+    };
+    status = pd_ship_create(&shipper, &setup->shipper);
+    if (status != PD_OK) {
+        pd_log_error("msg=\"no memory to ship with\"");
+        return status;
     }
     pd_log_info("msg=\"loaded\" model=%s backend=%s threads=%u context=%u blocks=%u "
                 "pool_bytes=%llu engine_bytes=%llu",
@@ -213,11 +211,10 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
 
 void pd_worker_setup_close(pd_worker_setup *setup)
 {
-    /* The engine first: its thread ships and writes the pool. */
+    /* The engine first: its thread writes the pool. */
     if (setup->engine != NULL)
         setup->options->engine->destroy(setup->engine);
-    if (setup->shipper != NULL)
-        setup->options->shipper->destroy(setup->shipper);
+    pd_ship_destroy(setup->shipper);
     if (setup->transfer != NULL)
         pd_transfer_destroy(setup->transfer);
     if (setup->model != NULL)

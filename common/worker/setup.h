@@ -11,7 +11,7 @@
 #include "common/transfer/transfer.h"
 #include "common/worker/engine.h"
 #include "common/worker/role.h"
-#include "common/worker/shipper.h"
+#include "common/worker/ship.h"
 
 typedef struct pd_worker_options {
     const char *file; /* the deployment */
@@ -20,7 +20,6 @@ typedef struct pd_worker_options {
     const char *name; /* "prefill-0" */
     const pd_role_ops *role;
     const pd_worker_engine_ops *engine;
-    const pd_shipper_ops *shipper; /* NULL: this role ships nothing */
 } pd_worker_options;
 
 typedef struct pd_worker_setup {

@@ -1,200 +1,807 @@
 #include "common/worker/ship.h"
 
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/kv/seal.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
-#include <time.h>
+#include <string.h>
 
-enum { WAIT_NS = 50000 };
+enum {
+    SHIPMENTS_DEFAULT = 4096,
+    BLOCKS_WAITING_MAX = 1 << 20, /* named by all shipments together: 8 bytes each */
+    PARTS_MAX = 2048,             /* posted and not landed, all peers together */
+    OPS_MAX = 6000,      /* puts and notices of those: fewer than the transfer's queue has */
+    NOTIFIES_MAX = 1024, /* that wait */
+};
+#define CREDIT_DEFAULT        (8u << 20)
+#define QUANTUM_DEFAULT       (1u << 20)
+#define QUANTUM_ALONE_DEFAULT (4u << 20)
+/* In one call of pump: what is posted is also sealed there, and the loop must not stand still. */
+#define TURN_BYTES (8u << 20)
+
+typedef struct shipment {
+    struct shipment *next;
+    pd_shipment what; /* its lists lie behind */
+    uint64_t serial;
+    uint32_t group, block; /* the next part begins there, relative to what */
+    uint32_t parts_out;
+    bool handed_over; /* all of it, or it ends early */
+    pd_status status;
+    uint64_t tag, bytes, wire_ns, post_ns;
+    uint64_t landed_ns; /* when the last part did */
+    pd_block lists[];
+} shipment;
+
+/* The shipments of one ticket to one peer, in order. */
+typedef struct flow {
+    struct flow *next;
+    uint64_t ticket;
+    shipment *head, *tail;
+} flow;
+
+typedef struct notify {
+    struct notify *next;
+    pd_notice notice;
+    uint64_t serial;
+    pd_peer peer;
+    uint64_t tag;
+    pd_status status; /* once it will not be posted */
+} notify;
+
+/* Blocks [block, block + blocks) of each of groups groups; relative to the shipment's. */
+typedef struct part {
+    shipment *of; /* NULL: none */
+    uint32_t group, groups, block, blocks;
+    uint32_t put_group, put_block; /* where posting goes on; relative to the part */
+    uint32_t slot, puts;
+    uint64_t bytes, post_ns;
+} part;
+
+typedef struct peer_queue {
+    bool open;
+    uint32_t blocks;
+    uint64_t tag;
+    flow *head, *tail; /* the head's turn is next */
+    notify *notifies, *notifies_tail;
+    part current; /* begun, and its notice is not posted yet */
+    uint64_t in_flight_bytes;
+    uint64_t landed_ns; /* when the last part did */
+} peer_queue;
+
+typedef struct part_out {
+    shipment *of; /* NULL: free */
+    pd_peer peer;
+    uint32_t ops;
+    uint64_t bytes, post_ns;
+    uint32_t next_free;
+} part_out;
 
 struct pd_shipper {
-    pd_transfer *transfer;
-    const pd_kv_layout *layout;
+    pd_shipper_options options;
     uint64_t layout_fingerprint;
-    uint64_t incarnation;
-    bool seals;
-    pthread_mutex_t lock; /* around each call of the transfer */
-    uint32_t peers_max;
-    _Atomic uint32_t *blocks; /* [peers_max] of the peer's pool */
+    peer_queue *peers; /* [peers_max] */
+    part_out *parts;   /* [PARTS_MAX] */
+    uint32_t parts_free;
+    uint32_t ops_out;
+    uint32_t shipments, blocks_waiting;
+    uint32_t work; /* flows, current parts and notifies: nothing to pump when 0 */
+    uint32_t notifies;
+    pd_peer turn; /* which peer is first in the next call of pump */
+    uint64_t serial;
+    shipment *done_head, *done_tail;
+    notify *failed_head, *failed_tail; /* their events are owed */
+    pd_ship_stats stats;
 };
 
-static void ship_destroy(pd_shipper *shipper)
-{
-    if (shipper == NULL)
-        return;
-    pthread_mutex_destroy(&shipper->lock);
-    pd_free((void *)shipper->blocks);
-    pd_free(shipper);
-}
+#define NO_SLOT UINT32_MAX
 
-static pd_status ship_create(const pd_shipper_options *options, pd_shipper **shipper_out)
+/* ---- life ---- */
+
+pd_status pd_ship_create(const pd_shipper_options *options, pd_shipper **shipper_out)
 {
     pd_shipper *shipper = pd_calloc(1, sizeof *shipper);
 
     if (shipper == NULL)
         return PD_E_NOMEM;
-    shipper->transfer = options->transfer;
-    shipper->layout = options->layout;
-    shipper->layout_fingerprint = pd_kv_layout_fingerprint(options->layout);
-    shipper->incarnation = options->incarnation;
-    shipper->seals = options->seals;
-    shipper->peers_max = options->peers_max;
-    pthread_mutex_init(&shipper->lock, NULL);
-    shipper->blocks = pd_calloc(options->peers_max, sizeof *shipper->blocks);
-    if (shipper->blocks == NULL) {
-        ship_destroy(shipper);
+    shipper->options = *options;
+    pd_shipper_options *o = &shipper->options;
+    if (o->shipments_max == 0)
+        o->shipments_max = SHIPMENTS_DEFAULT;
+    if (o->credit_bytes == 0)
+        o->credit_bytes = CREDIT_DEFAULT;
+    if (o->quantum_bytes_alone == 0)
+        o->quantum_bytes_alone = o->quantum_bytes == 0 ? QUANTUM_ALONE_DEFAULT : o->quantum_bytes;
+    if (o->quantum_bytes == 0)
+        o->quantum_bytes = QUANTUM_DEFAULT;
+    shipper->layout_fingerprint = pd_kv_layout_fingerprint(o->layout);
+    shipper->peers = pd_calloc(o->peers_max, sizeof *shipper->peers);
+    shipper->parts = pd_calloc(PARTS_MAX, sizeof *shipper->parts);
+    if (shipper->peers == NULL || shipper->parts == NULL) {
+        pd_ship_destroy(shipper);
         return PD_E_NOMEM;
     }
+    for (uint32_t i = 0; i < PARTS_MAX; i++)
+        shipper->parts[i].next_free = i + 1 < PARTS_MAX ? i + 1 : NO_SLOT;
     *shipper_out = shipper;
     return PD_OK;
 }
 
-static void ship_set_peer(pd_shipper *shipper, pd_peer peer, uint32_t blocks)
+static void free_list(shipment *head)
 {
-    pd_assert(peer < shipper->peers_max);
-    atomic_store(&shipper->blocks[peer], blocks);
-}
-
-/* A put of blocks that are neighbours in both pools. */
-static pd_status put_run(pd_shipper *shipper, const pd_ship *ship, uint32_t group, uint32_t from,
-                         uint32_t count)
-{
-    pd_kv_layout theirs = *shipper->layout; /* alike but for the number of blocks */
-    theirs.blocks = atomic_load(&shipper->blocks[ship->peer]);
-    uint64_t source = pd_kv_layout_block_offset(shipper->layout, group, ship->sources[from]);
-    uint64_t bytes = count * pd_kv_layout_block_bytes(shipper->layout, group);
-    pd_status status;
-
-    if (ship->targets[from] >= theirs.blocks || count > theirs.blocks - ship->targets[from])
-        return PD_E_INVALID;
-    uint64_t target = pd_kv_layout_block_offset(&theirs, group, ship->targets[from]);
-    for (;;) {
-        pthread_mutex_lock(&shipper->lock);
-        status =
-            pd_transfer_put(shipper->transfer, ship->peer, ship->ticket, source, target, bytes);
-        pthread_mutex_unlock(&shipper->lock);
-        if (status != PD_E_OVERLOAD)
-            return status;
-        nanosleep(&(struct timespec){.tv_nsec = WAIT_NS}, NULL);
+    while (head != NULL) {
+        shipment *next = head->next;
+        pd_free(head);
+        head = next;
     }
 }
 
-static pd_status put_blocks(pd_shipper *shipper, const pd_ship *ship, uint32_t group, uint32_t from,
-                            uint32_t end)
+void pd_ship_destroy(pd_shipper *shipper)
 {
-    while (from < end) {
-        uint32_t count = 1;
-        while (from + count < end && ship->sources[from + count] == ship->sources[from] + count &&
-               ship->targets[from + count] == ship->targets[from] + count)
-            count++;
-        pd_status status = put_run(shipper, ship, group, from, count);
-        if (status != PD_OK)
+    if (shipper == NULL)
+        return;
+    for (pd_peer i = 0; shipper->peers != NULL && i < shipper->options.peers_max; i++)
+        pd_ship_close(shipper, i);
+    /* Those that only parts under way name are freed with the last of them. */
+    for (uint32_t i = 0; shipper->parts != NULL && i < PARTS_MAX; i++) {
+        shipment *s = shipper->parts[i].of;
+        if (s != NULL && --s->parts_out == 0)
+            pd_free(s);
+    }
+    free_list(shipper->done_head);
+    while (shipper->failed_head != NULL) {
+        notify *n = shipper->failed_head;
+        shipper->failed_head = n->next;
+        pd_free(n);
+    }
+    pd_free(shipper->peers);
+    pd_free(shipper->parts);
+    pd_free(shipper);
+}
+
+pd_ship_stats pd_ship_read_stats(const pd_shipper *shipper)
+{
+    return shipper->stats;
+}
+
+/* ---- ends ---- */
+
+static void end_if_through(pd_shipper *shipper, shipment *s)
+{
+    if (!s->handed_over || s->parts_out != 0)
+        return;
+    s->next = NULL;
+    if (shipper->done_tail != NULL)
+        shipper->done_tail->next = s;
+    else
+        shipper->done_head = s;
+    shipper->done_tail = s;
+}
+
+static flow *flow_of(peer_queue *peer, uint64_t ticket)
+{
+    flow *f = peer->head;
+
+    while (f != NULL && f->ticket != ticket)
+        f = f->next;
+    return f;
+}
+
+static void flow_unlink(pd_shipper *shipper, peer_queue *peer, flow *f)
+{
+    flow *before = NULL;
+
+    for (flow *at = peer->head; at != f; at = at->next)
+        before = at;
+    if (before == NULL)
+        peer->head = f->next;
+    else
+        before->next = f->next;
+    if (peer->tail == f)
+        peer->tail = before;
+    shipper->work--;
+    pd_free(f);
+}
+
+/* All that waits of that flow ends in status. A part that was begun is finished by pump: what was
+ * put of it must be named by a notice, else nobody would say when it has landed. */
+static void flow_end(pd_shipper *shipper, peer_queue *peer, flow *f, pd_status status)
+{
+    shipment *s = f->head;
+
+    flow_unlink(shipper, peer, f);
+    while (s != NULL) {
+        shipment *next = s->next;
+        if (s->status == PD_OK)
+            s->status = status;
+        s->handed_over = true;
+        if (peer->current.of != s)
+            end_if_through(shipper, s);
+        s = next;
+    }
+}
+
+/* A shipment of which a part failed: what is left of it is not posted. */
+static void shipment_fail(pd_shipper *shipper, peer_queue *peer, shipment *s, pd_status status)
+{
+    flow *f = s->handed_over ? NULL : flow_of(peer, s->what.ticket);
+
+    if (s->status == PD_OK)
+        s->status = status;
+    if (f == NULL)
+        return;
+    shipment *before = NULL;
+    for (shipment *at = f->head; at != s; at = at->next)
+        before = at;
+    if (before == NULL)
+        f->head = s->next;
+    else
+        before->next = s->next;
+    if (f->tail == s)
+        f->tail = before;
+    s->handed_over = true;
+    if (f->head == NULL)
+        flow_unlink(shipper, peer, f);
+}
+
+/* The first one that waits is through: posted, and its event comes from the transfer, or not. */
+static void notify_end_first(pd_shipper *shipper, peer_queue *peer, pd_status status)
+{
+    notify *n = peer->notifies;
+
+    peer->notifies = n->next;
+    if (n->next == NULL)
+        peer->notifies_tail = NULL;
+    shipper->work--;
+    if (status == PD_OK) {
+        shipper->notifies--;
+        pd_free(n);
+        return;
+    }
+    n->status = status;
+    n->next = NULL;
+    if (shipper->failed_tail != NULL)
+        shipper->failed_tail->next = n;
+    else
+        shipper->failed_head = n;
+    shipper->failed_tail = n;
+}
+
+void pd_ship_open(pd_shipper *shipper, pd_peer peer, uint32_t blocks, uint64_t tag)
+{
+    pd_assert(peer < shipper->options.peers_max);
+    peer_queue *queue = &shipper->peers[peer];
+    pd_assert(!queue->open && queue->head == NULL && queue->current.of == NULL);
+    *queue = (peer_queue){.open = true, .blocks = blocks, .tag = tag};
+}
+
+/* Puts without a notice: no event will come for them. */
+static void current_end(pd_shipper *shipper, peer_queue *peer, pd_status status)
+{
+    shipment *s = peer->current.of;
+
+    shipper->ops_out -= peer->current.puts;
+    peer->in_flight_bytes -= peer->current.bytes;
+    peer->current.of = NULL;
+    shipper->work--;
+    shipment_fail(shipper, peer, s, status);
+    end_if_through(shipper, s);
+}
+
+void pd_ship_close(pd_shipper *shipper, pd_peer peer)
+{
+    pd_assert(peer < shipper->options.peers_max);
+    peer_queue *queue = &shipper->peers[peer];
+
+    if (!queue->open)
+        return;
+    queue->open = false;
+    if (queue->current.of != NULL)
+        current_end(shipper, queue, PD_E_CANCELLED);
+    while (queue->head != NULL)
+        flow_end(shipper, queue, queue->head, PD_E_CANCELLED);
+    while (queue->notifies != NULL)
+        notify_end_first(shipper, queue, PD_E_CANCELLED);
+}
+
+/* ---- what is asked for ---- */
+
+static bool targets_fit(const peer_queue *peer, const pd_shipment *what)
+{
+    for (uint32_t i = 0; i < what->count; i++) {
+        if (what->targets[i] >= peer->blocks)
+            return false;
+    }
+    return true;
+}
+
+static shipment *shipment_make(const pd_shipment *what)
+{
+    size_t list_bytes = what->count * sizeof(pd_block);
+    shipment *s = pd_calloc(1, sizeof *s + 2 * list_bytes);
+
+    if (s == NULL)
+        return NULL;
+    s->what = *what;
+    s->what.sources = s->lists;
+    s->what.targets = s->lists + what->count;
+    memcpy(s->lists, what->sources, list_bytes);
+    memcpy(s->lists + what->count, what->targets, list_bytes);
+    return s;
+}
+
+static flow *flow_make(pd_shipper *shipper, peer_queue *peer, uint64_t ticket)
+{
+    flow *f = pd_calloc(1, sizeof *f);
+
+    if (f == NULL)
+        return NULL;
+    f->ticket = ticket;
+    if (peer->tail != NULL)
+        peer->tail->next = f;
+    else
+        peer->head = f;
+    peer->tail = f;
+    shipper->work++;
+    return f;
+}
+
+pd_status pd_ship_post(pd_shipper *shipper, const pd_shipment *what)
+{
+    pd_assert(what->peer < shipper->options.peers_max && what->count > 0 && what->groups > 0);
+    pd_assert(what->group_first + what->groups <= shipper->options.layout->groups);
+    peer_queue *peer = &shipper->peers[what->peer];
+
+    for (uint32_t i = 0; i < what->count; i++)
+        pd_assert(what->sources[i] < shipper->options.layout->blocks);
+    if (!peer->open)
+        return PD_E_PEER;
+    if (!targets_fit(peer, what)) {
+        pd_log_error("msg=\"a shipment to blocks that its receiver does not have\" ticket=%llu "
+                     "count=%u peer_blocks=%u",
+                     (unsigned long long)what->ticket, what->count, peer->blocks);
+        return PD_E_INVALID;
+    }
+    if (shipper->shipments == shipper->options.shipments_max ||
+        (shipper->shipments > 0 && shipper->blocks_waiting + what->count > BLOCKS_WAITING_MAX))
+        return PD_E_OVERLOAD;
+    shipment *s = shipment_make(what);
+    flow *f = s == NULL ? NULL : flow_of(peer, what->ticket);
+    if (s != NULL && f == NULL)
+        f = flow_make(shipper, peer, what->ticket);
+    if (f == NULL) {
+        pd_free(s);
+        return PD_E_NOMEM;
+    }
+    s->serial = ++shipper->serial;
+    s->tag = peer->tag;
+    if (f->tail != NULL)
+        f->tail->next = s;
+    else
+        f->head = s;
+    f->tail = s;
+    shipper->shipments++;
+    shipper->blocks_waiting += what->count;
+    return PD_OK;
+}
+
+void pd_ship_drop(pd_shipper *shipper, uint64_t ticket)
+{
+    for (pd_peer i = 0; i < shipper->options.peers_max; i++) {
+        flow *f = flow_of(&shipper->peers[i], ticket);
+        if (f != NULL)
+            flow_end(shipper, &shipper->peers[i], f, PD_E_CANCELLED);
+    }
+}
+
+static pd_status notice_post(pd_shipper *shipper, pd_peer peer, uint64_t ticket,
+                             const pd_notice *notice)
+{
+    unsigned char bytes[PD_TRANSFER_NOTICE_BYTES_MAX];
+    size_t len = pd_notice_pack(notice, bytes);
+
+    return pd_transfer_notice(shipper->options.transfer, peer, ticket, bytes, len);
+}
+
+static bool speaks_of(const pd_notice *notice, const shipment *s)
+{
+    const pd_request_key *key = &s->what.key;
+
+    return key->router == notice->key.router &&
+           (notice->key.number == 0 || key->number == notice->key.number);
+}
+
+/* Is all that the notice comes after handed over? */
+static bool may_go(const peer_queue *peer, const notify *n)
+{
+    if (peer->current.of != NULL && speaks_of(&n->notice, peer->current.of))
+        return false;
+    for (const flow *f = peer->head; f != NULL; f = f->next) {
+        for (const shipment *s = f->head; s != NULL; s = s->next) {
+            if (s->serial < n->serial && speaks_of(&n->notice, s))
+                return false;
+        }
+    }
+    return true;
+}
+
+pd_status pd_ship_notify(pd_shipper *shipper, pd_peer peer, const pd_notice *notice)
+{
+    pd_assert(peer < shipper->options.peers_max && notice->seals == NULL);
+    peer_queue *queue = &shipper->peers[peer];
+    notify now = {.notice = *notice, .serial = ++shipper->serial, .peer = peer, .tag = queue->tag};
+
+    if (!queue->open)
+        return PD_E_PEER;
+    if (queue->notifies == NULL && may_go(queue, &now)) {
+        pd_status status = notice_post(shipper, peer, 0, notice);
+        if (status != PD_E_OVERLOAD)
             return status;
-        from += count;
+    }
+    if (shipper->notifies == NOTIFIES_MAX)
+        return PD_E_OVERLOAD;
+    notify *n = pd_calloc(1, sizeof *n);
+    if (n == NULL)
+        return PD_E_NOMEM;
+    *n = now;
+    if (queue->notifies_tail != NULL)
+        queue->notifies_tail->next = n;
+    else
+        queue->notifies = n;
+    queue->notifies_tail = n;
+    shipper->work++;
+    shipper->notifies++;
+    return PD_OK;
+}
+
+/* ---- parts ---- */
+
+static uint32_t blocks_of_quantum(const pd_shipper *shipper, const shipment *s, bool alone)
+{
+    const pd_shipper_options *o = &shipper->options;
+    uint64_t block_bytes = pd_kv_layout_block_bytes(o->layout, s->what.group_first + s->group);
+    uint64_t blocks = (alone ? o->quantum_bytes_alone : o->quantum_bytes) / block_bytes;
+
+    if (blocks == 0)
+        return 1;
+    return blocks < PD_NOTICE_SEALS_MAX ? (uint32_t)blocks : PD_NOTICE_SEALS_MAX;
+}
+
+/* The next part of a shipment: some blocks of one group, or all blocks of several. */
+static part part_next(const pd_shipper *shipper, shipment *s, bool alone)
+{
+    const pd_kv_layout *layout = shipper->options.layout;
+    uint32_t most = blocks_of_quantum(shipper, s, alone);
+    uint32_t left = s->what.count - s->block, groups = 1;
+
+    if (s->block == 0 && left <= most) {
+        groups = most / left;
+        if (groups > s->what.groups - s->group)
+            groups = s->what.groups - s->group;
+    }
+    part p = {
+        .of = s,
+        .group = s->group,
+        .groups = groups,
+        .block = s->block,
+        .blocks = left < most ? left : most,
+        .slot = NO_SLOT,
+    };
+    for (uint32_t g = 0; g < groups; g++)
+        p.bytes += p.blocks * pd_kv_layout_block_bytes(layout, s->what.group_first + p.group + g);
+    return p;
+}
+
+static uint32_t run_length(const shipment *s, uint32_t from, uint32_t end)
+{
+    const pd_block *sources = s->what.sources, *targets = s->what.targets;
+    uint32_t count = 1;
+
+    while (from + count < end && sources[from + count] == sources[from] + count &&
+           targets[from + count] == targets[from] + count)
+        count++;
+    return count;
+}
+
+/* Posts the part's puts from where it stopped. */
+static pd_status part_put(pd_shipper *shipper, pd_peer peer, part *p)
+{
+    const pd_kv_layout *ours = shipper->options.layout;
+    const shipment *s = p->of;
+    pd_kv_layout theirs = *ours; /* alike but for the number of blocks */
+
+    theirs.blocks = shipper->peers[peer].blocks;
+    for (; p->put_group < p->groups; p->put_group++, p->put_block = 0) {
+        uint32_t group = s->what.group_first + p->group + p->put_group;
+        uint64_t block_bytes = pd_kv_layout_block_bytes(ours, group);
+        while (p->put_block < p->blocks) {
+            uint32_t from = p->block + p->put_block;
+            uint32_t count = run_length(s, from, p->block + p->blocks);
+            uint64_t source = pd_kv_layout_block_offset(ours, group, s->what.sources[from]);
+            uint64_t target = pd_kv_layout_block_offset(&theirs, group, s->what.targets[from]);
+            pd_status status = pd_transfer_put(shipper->options.transfer, peer, p->slot + 1, source,
+                                               target, count * block_bytes);
+            if (status != PD_OK)
+                return status;
+            p->puts++;
+            shipper->ops_out++;
+            p->put_block += count;
+        }
     }
     return PD_OK;
 }
 
-static pd_status post_notice(pd_shipper *shipper, pd_peer peer, uint64_t ticket,
-                             const pd_notice *notice, bool wait)
+/* The one place where seals of blocks that leave are made. seals: [groups][blocks] of the part. */
+static void part_seal(const pd_shipper *shipper, const part *p, uint32_t last_valid,
+                      uint64_t *seals)
 {
-    unsigned char bytes[PD_TRANSFER_NOTICE_BYTES_MAX];
-    size_t len = pd_notice_pack(notice, bytes);
-    pd_status status;
+    const pd_kv_layout *layout = shipper->options.layout;
+    const pd_shipment *what = &p->of->what;
+    uint32_t n = 0;
 
-    for (;;) {
-        pthread_mutex_lock(&shipper->lock);
-        status = pd_transfer_notice(shipper->transfer, peer, ticket, bytes, len);
-        pthread_mutex_unlock(&shipper->lock);
-        if (status != PD_E_OVERLOAD || !wait)
-            return status;
-        nanosleep(&(struct timespec){.tv_nsec = WAIT_NS}, NULL);
+    for (uint32_t g = 0; g < p->groups; g++) {
+        for (uint32_t i = p->block; i < p->block + p->blocks; i++) {
+            pd_seal_place place = {
+                .request = pd_ship_seal_request(&what->key),
+                .epoch = what->key.epoch,
+                .group = what->group_first + p->group + g,
+                .block_index = what->first + i,
+                .valid_tokens = i + 1 == p->block + p->blocks ? last_valid : layout->block_tokens,
+                .layout_fingerprint = shipper->layout_fingerprint,
+            };
+            seals[n++] = pd_seal_compute(layout, pd_transfer_pool(shipper->options.transfer),
+                                         what->sources[i], &place, 0, layout->kv_heads);
+        }
     }
 }
 
-/* Blocks from .. end - 1 of the plan, at most a notice's worth. */
-static pd_status ship_part(pd_shipper *shipper, const pd_ship *ship, uint32_t group, uint32_t from,
-                           uint32_t end)
+static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
 {
-    uint64_t seals[PD_NOTICE_BLOCKS_MAX];
-    uint32_t block_tokens = shipper->layout->block_tokens;
-    pd_status status = put_blocks(shipper, ship, group, from, end);
-
-    if (status != PD_OK)
-        return status;
-    uint32_t last_valid = end == ship->count ? ship->valid_tokens : block_tokens;
-    for (uint32_t i = from; shipper->seals && i < end; i++) {
-        pd_seal_place place = {
-            .request = pd_ship_seal_request(&ship->key),
-            .epoch = ship->key.epoch,
-            .group = group,
-            .block_index = ship->first + i,
-            .valid_tokens = i + 1 == end ? last_valid : block_tokens,
-            .layout_fingerprint = shipper->layout_fingerprint,
-        };
-        seals[i - from] = pd_seal_compute(shipper->layout, pd_transfer_pool(shipper->transfer),
-                                          ship->sources[i], &place, 0, shipper->layout->kv_heads);
-    }
+    uint64_t seals[PD_NOTICE_SEALS_MAX];
+    const pd_shipment *what = &p->of->what;
+    bool last = p->block + p->blocks == what->count;
     pd_notice notice = {
         .kind = PD_NOTICE_BLOCKS,
-        .key = ship->key,
-        .sender = shipper->incarnation,
-        .receiver = ship->receiver,
-        .group = group,
-        .groups = 1,
+        .key = what->key,
+        .sender = shipper->options.incarnation,
+        .receiver = what->receiver,
+        .group = what->group_first + p->group,
+        .groups = p->groups,
         .slices = 1,
-        .first_block = ship->first + from,
-        .count = end - from,
-        .valid_tokens = last_valid,
-        .seals = shipper->seals ? seals : NULL,
+        .first_block = what->first + p->block,
+        .count = p->blocks,
+        .valid_tokens = last ? what->valid_tokens : shipper->options.layout->block_tokens,
+        .seals = shipper->options.seals ? seals : NULL,
     };
-    return post_notice(shipper, ship->peer, ship->ticket, &notice, true);
+
+    if (shipper->options.seals) {
+        uint64_t start_ns = pd_clock_now_ns();
+        part_seal(shipper, p, notice.valid_tokens, seals);
+        shipper->stats.seal_ns += pd_clock_now_ns() - start_ns;
+    }
+    return notice_post(shipper, peer, p->slot + 1, &notice);
 }
 
-static void ship_slice(pd_shipper *shipper, pd_step_slice *slice, uint32_t group)
+/* The part's event will come: it is under way. */
+static void part_is_out(pd_shipper *shipper, pd_peer peer, const part *p)
 {
-    const pd_ship *ship = &slice->ship;
+    part_out *out = &shipper->parts[p->slot];
 
-    for (uint32_t from = 0; from < ship->count && slice->ship_status == PD_OK;) {
-        uint32_t end =
-            ship->count - from > PD_NOTICE_BLOCKS_MAX ? from + PD_NOTICE_BLOCKS_MAX : ship->count;
-        slice->ship_status = ship_part(shipper, ship, group, from, end);
-        if (slice->ship_status == PD_OK)
-            slice->notices_posted++;
-        else
-            pd_log_req_warn(slice->id, "msg=\"blocks cannot be shipped\" status=%s group=%u",
-                            pd_status_name(slice->ship_status), group);
-        from = end;
+    shipper->parts_free = out->next_free;
+    *out = (part_out){
+        .of = p->of, .peer = peer, .ops = p->puts + 1, .bytes = p->bytes, .post_ns = p->post_ns};
+    shipper->ops_out++;
+    shipper->stats.puts += p->puts;
+    p->of->parts_out++;
+}
+
+/* False: the transfer takes no more now. */
+static bool current_post(pd_shipper *shipper, pd_peer peer)
+{
+    peer_queue *queue = &shipper->peers[peer];
+    part *p = &queue->current;
+    uint64_t start_ns = pd_clock_now_ns(), sealing_ns = shipper->stats.seal_ns;
+    pd_status status = part_put(shipper, peer, p);
+
+    if (status == PD_OK)
+        status = part_notice(shipper, peer, p);
+    sealing_ns = shipper->stats.seal_ns - sealing_ns;
+    p->post_ns += pd_clock_now_ns() - start_ns - sealing_ns;
+    if (status == PD_E_OVERLOAD || status == PD_E_NOMEM)
+        return false;
+    if (status != PD_OK) {
+        pd_log_warn("msg=\"blocks cannot be shipped\" status=%s router=%016llx request=%llu",
+                    pd_status_name(status), (unsigned long long)p->of->what.key.router,
+                    (unsigned long long)p->of->what.key.number);
+        current_end(shipper, queue, status);
+        return true;
+    }
+    part_is_out(shipper, peer, p);
+    p->of = NULL;
+    shipper->work--;
+    return true;
+}
+
+/* Begins the next part of the flow whose turn it is. The flow goes to the end of the line. */
+static void current_begin(pd_shipper *shipper, peer_queue *peer, const part *p)
+{
+    flow *f = peer->head;
+    shipment *s = f->head;
+
+    peer->current = *p;
+    peer->current.slot = shipper->parts_free;
+    peer->in_flight_bytes += p->bytes;
+    shipper->work++;
+    s->block += p->blocks;
+    if (s->block == s->what.count) {
+        s->block = 0;
+        s->group += p->groups;
+    }
+    if (s->group == s->what.groups) {
+        s->handed_over = true;
+        f->head = s->next;
+        if (f->head == NULL) {
+            flow_unlink(shipper, peer, f);
+            return;
+        }
+    }
+    if (peer->tail != f) {
+        peer->head = f->next;
+        peer->tail->next = f;
+        peer->tail = f;
+        f->next = NULL;
     }
 }
 
-static void ship_on_group(void *ctx, pd_step *step, uint32_t group)
+static bool pump_notifies(pd_shipper *shipper, pd_peer peer)
 {
-    for (uint32_t i = 0; i < step->slices_count; i++)
-        ship_slice(ctx, &step->slices[i], group);
-}
+    peer_queue *queue = &shipper->peers[peer];
+    bool any = false;
 
-static pd_status ship_notify(pd_shipper *shipper, pd_peer peer, const pd_notice *notice)
-{
-    /* The loop never waits for long: a full queue empties in microseconds, or its link fails. */
-    enum { TRIES = 20 };
-    pd_status status = PD_E_OVERLOAD;
-
-    for (int i = 0; i < TRIES && status == PD_E_OVERLOAD; i++) {
-        if (i > 0)
-            nanosleep(&(struct timespec){.tv_nsec = WAIT_NS}, NULL);
-        status = post_notice(shipper, peer, 0, notice, false);
+    while (queue->notifies != NULL && may_go(queue, queue->notifies)) {
+        pd_status status = notice_post(shipper, peer, 0, &queue->notifies->notice);
+        if (status == PD_E_OVERLOAD || status == PD_E_NOMEM)
+            break;
+        notify_end_first(shipper, queue, status);
+        any = true;
     }
-    return status;
+    return any;
 }
 
-const pd_shipper_ops pd_worker_shipper = {
-    .create = ship_create,
-    .destroy = ship_destroy,
-    .set_peer = ship_set_peer,
-    .notify = ship_notify,
-    .on_group = ship_on_group,
-};
+/* One part of one peer, if there is one that may go; its bytes, or 0. */
+static uint64_t pump_peer(pd_shipper *shipper, pd_peer peer)
+{
+    peer_queue *queue = &shipper->peers[peer];
+
+    if (queue->current.of == NULL) {
+        if (queue->head == NULL || shipper->parts_free == NO_SLOT)
+            return 0;
+        part p = part_next(shipper, queue->head->head, queue->head == queue->tail);
+        if ((queue->in_flight_bytes > 0 &&
+             queue->in_flight_bytes + p.bytes > shipper->options.credit_bytes) ||
+            shipper->ops_out + p.groups * p.blocks + 1 > OPS_MAX)
+            return 0;
+        current_begin(shipper, queue, &p);
+    }
+    uint64_t bytes = queue->current.bytes;
+    return current_post(shipper, peer) ? bytes : 0;
+}
+
+bool pd_ship_pump(pd_shipper *shipper)
+{
+    uint32_t peers_max = shipper->options.peers_max;
+    uint64_t posted = 0;
+    bool any = true;
+
+    while (any && posted < TURN_BYTES && shipper->work > 0) {
+        any = false;
+        for (uint32_t i = 0; i < peers_max; i++) {
+            pd_peer peer = (shipper->turn + i) % peers_max;
+            const peer_queue *queue = &shipper->peers[peer];
+            if (queue->head == NULL && queue->notifies == NULL && queue->current.of == NULL)
+                continue;
+            uint64_t bytes = pump_peer(shipper, peer);
+            any |= bytes > 0;
+            any |= pump_notifies(shipper, peer);
+            posted += bytes;
+        }
+        shipper->turn = (shipper->turn + 1) % peers_max;
+    }
+    return any && shipper->work > 0;
+}
+
+/* ---- events ---- */
+
+/* What two of them were on the wire together counts once: they land in order. */
+static uint64_t on_the_wire(const pd_transfer_event *event, uint64_t *landed_ns)
+{
+    uint64_t began_ns = event->landed_ns - event->wire_ns;
+    uint64_t from_ns = began_ns > *landed_ns ? began_ns : *landed_ns;
+
+    *landed_ns = event->landed_ns;
+    return event->landed_ns - from_ns;
+}
+
+bool pd_ship_sent(pd_shipper *shipper, const pd_transfer_event *event)
+{
+    pd_assert(event->kind == PD_TRANSFER_SENT);
+    if (event->ticket == 0)
+        return false;
+    pd_assert(event->ticket <= PARTS_MAX);
+    uint32_t slot = (uint32_t)event->ticket - 1;
+    part_out *out = &shipper->parts[slot];
+    shipment *s = out->of;
+    pd_assert(s != NULL);
+    peer_queue *peer = &shipper->peers[out->peer];
+    pd_ship_stats *stats = &shipper->stats;
+
+    /* A closed peer's place is given away only after its last event. */
+    peer->in_flight_bytes -= out->bytes;
+    shipper->ops_out -= out->ops;
+    if (event->status == PD_OK) {
+        s->wire_ns += on_the_wire(event, &s->landed_ns);
+        s->bytes += event->bytes;
+        s->post_ns += event->post_ns + out->post_ns;
+        stats->parts++;
+        stats->bytes += event->bytes;
+        stats->wire_ns += on_the_wire(event, &peer->landed_ns);
+        stats->post_ns += event->post_ns + out->post_ns;
+    }
+    out->of = NULL;
+    out->next_free = shipper->parts_free;
+    shipper->parts_free = slot;
+    s->parts_out--;
+    if (event->status != PD_OK)
+        shipment_fail(shipper, peer, s, event->status);
+    if (peer->current.of != s)
+        end_if_through(shipper, s);
+    return true;
+}
+
+static void poll_notify(pd_shipper *shipper, pd_transfer_event *event_out)
+{
+    notify *n = shipper->failed_head;
+
+    shipper->failed_head = n->next;
+    if (n->next == NULL)
+        shipper->failed_tail = NULL;
+    shipper->notifies--;
+    event_out->kind = PD_TRANSFER_SENT;
+    event_out->status = n->status;
+    event_out->peer = n->peer;
+    event_out->tag = n->tag;
+    event_out->ticket = event_out->bytes = event_out->wire_ns = event_out->post_ns = 0;
+    event_out->landed_ns = 0;
+    event_out->notice_len = 0;
+    pd_free(n);
+}
+
+pd_status pd_ship_poll(pd_shipper *shipper, pd_transfer_event *event_out)
+{
+    shipment *s = shipper->done_head;
+
+    if (s == NULL && shipper->failed_head == NULL)
+        return PD_E_AGAIN;
+    if (s == NULL) {
+        poll_notify(shipper, event_out);
+        return PD_OK;
+    }
+    shipper->done_head = s->next;
+    if (s->next == NULL)
+        shipper->done_tail = NULL;
+    event_out->kind = PD_TRANSFER_SENT;
+    event_out->status = s->status;
+    event_out->peer = s->what.peer;
+    event_out->tag = s->tag;
+    event_out->ticket = s->what.ticket;
+    event_out->bytes = s->bytes;
+    event_out->wire_ns = s->wire_ns;
+    event_out->post_ns = s->post_ns;
+    event_out->landed_ns = s->landed_ns;
+    event_out->notice_len = 0;
+    shipper->shipments--;
+    shipper->blocks_waiting -= s->what.count;
+    shipper->stats.shipments += s->status == PD_OK;
+    pd_free(s);
+    return PD_OK;
+}

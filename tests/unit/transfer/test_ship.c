@@ -1,0 +1,391 @@
+/* Shipments over a real link within this process: the sender's pool and the receiver's are two
+ * transfers, and everything lies where it should when its notice comes. */
+
+#include "common/worker/ship.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+
+#include <cmocka.h>
+
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "common/kv/seal.h"
+
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { THEIR_BLOCKS_MORE = 5, SENDER = 0x5e4d, RECEIVER = 0x4ecc };
+
+typedef struct pair {
+    pd_kv_layout ours, theirs;
+    pd_transfer *from, *to;
+    pd_shipper *shipper;
+    pd_peer peer;
+    uint64_t notices, aborts, sent; /* seen so far */
+    pd_transfer_event last_sent;
+} pair;
+
+static pd_transfer_event event;
+static uint64_t seals[PD_NOTICE_SEALS_MAX];
+
+static pd_transfer *transfer_make(const char *transport, uint64_t pool_bytes)
+{
+    pd_transfer_options options = {
+        .backend = "ucx", .transport = transport, .pool_bytes = pool_bytes, .peers_max = 2};
+    pd_transfer *transfer = NULL;
+
+    assert_int_equal(pd_transfer_create(&options, &transfer), PD_OK);
+    return transfer;
+}
+
+static pair *pair_make(const char *transport, const pd_shipper_options *limits)
+{
+    pd_model_shape shape = {.layers = 5, .kv_heads = 2, .head_dim = 64};
+    pd_kv_layout_options options = {
+        .dtype = PD_F16, .block_tokens = 16, .group_layers = 2, .memory_bytes = 24 << 20};
+    pair *p = pd_calloc(1, sizeof *p);
+    size_t bytes;
+
+    assert_non_null(p);
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &p->ours), PD_OK);
+    options.memory_bytes += THEIR_BLOCKS_MORE * p->ours.block_bytes_all;
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &p->theirs), PD_OK);
+    assert_int_equal(p->theirs.blocks, p->ours.blocks + THEIR_BLOCKS_MORE);
+    p->from = transfer_make(transport, p->ours.pool_bytes);
+    p->to = transfer_make(transport, p->theirs.pool_bytes);
+    uint64_t random = 7, *words = pd_transfer_pool(p->from);
+    for (uint64_t i = 0; i < p->ours.pool_bytes / 8; i++)
+        words[i] = pd_random_next(&random);
+    pd_shipper_options ship = *limits;
+    ship.transfer = p->from;
+    ship.layout = &p->ours;
+    ship.incarnation = SENDER;
+    ship.peers_max = 2;
+    assert_int_equal(pd_ship_create(&ship, &p->shipper), PD_OK);
+    const void *address = pd_transfer_address(p->to, &bytes);
+    assert_int_equal(pd_transfer_connect(p->from, address, bytes, 99, &p->peer), PD_OK);
+    pd_ship_open(p->shipper, p->peer, p->theirs.blocks, 99);
+    for (int i = 0; i < 10000 && pd_transfer_poll(p->from, &event) != PD_OK; i++)
+        usleep(1000);
+    assert_int_equal(event.kind, PD_TRANSFER_CONNECTED);
+    return p;
+}
+
+static void pair_end(pair *p)
+{
+    pd_ship_destroy(p->shipper);
+    pd_transfer_destroy(p->from);
+    pd_transfer_destroy(p->to);
+    pd_free(p);
+    assert_int_equal(pd_mem_live(), 0);
+}
+
+/* What lies in the receiver's pool at source's target is what the notice says. targets: of the
+ * whole request. */
+static void check_notice(pair *p, const pd_notice *notice, const pd_block *targets)
+{
+    for (uint32_t g = 0; g < notice->groups; g++) {
+        for (uint32_t i = 0; i < notice->count; i++) {
+            uint32_t index = notice->first_block + i;
+            pd_seal_place place = {
+                .request = pd_ship_seal_request(&notice->key),
+                .epoch = notice->key.epoch,
+                .group = notice->group + g,
+                .block_index = index,
+                .valid_tokens = i + 1 == notice->count ? notice->valid_tokens : 16,
+                .layout_fingerprint = pd_kv_layout_fingerprint(&p->theirs),
+            };
+            assert_int_equal(pd_seal_verify(&p->theirs, pd_transfer_pool(p->to), targets[index],
+                                            &place, 0, 2, notice->seals[g * notice->count + i]),
+                             PD_OK);
+        }
+    }
+}
+
+/* A turn of both loops. */
+static void turn(pair *p, const pd_block *targets)
+{
+    pd_notice notice;
+
+    pd_ship_pump(p->shipper);
+    while (pd_transfer_poll(p->from, &event) == PD_OK) {
+        if (event.kind == PD_TRANSFER_SENT && !pd_ship_sent(p->shipper, &event)) {
+            p->sent++;
+            p->last_sent = event;
+        }
+    }
+    while (pd_ship_poll(p->shipper, &event) == PD_OK) {
+        p->sent++;
+        p->last_sent = event;
+    }
+    while (pd_transfer_poll(p->to, &event) == PD_OK) {
+        assert_int_equal(event.kind, PD_TRANSFER_NOTICE);
+        assert_int_equal(pd_notice_unpack(event.notice, event.notice_len, seals, &notice), PD_OK);
+        assert_int_equal(notice.sender, SENDER);
+        assert_int_equal(notice.receiver, RECEIVER);
+        p->notices++;
+        p->aborts += notice.kind == PD_NOTICE_ABORT;
+        if (targets != NULL && notice.kind == PD_NOTICE_BLOCKS)
+            check_notice(p, &notice, targets);
+    }
+}
+
+static void until_sent(pair *p, uint64_t count, const pd_block *targets)
+{
+    uint64_t end_ns = pd_clock_now_ns() + 20 * PD_NS_PER_S;
+
+    /* and until every notice of what landed has come */
+    while ((p->sent < count || p->notices - p->aborts < pd_ship_read_stats(p->shipper).parts) &&
+           pd_clock_now_ns() < end_ns) {
+        turn(p, targets);
+        usleep(100);
+    }
+    assert_int_equal(p->sent, count);
+    assert_int_equal(p->notices - p->aborts, pd_ship_read_stats(p->shipper).parts);
+}
+
+static pd_shipment shipment_of(const pair *p, uint64_t ticket, const pd_block *sources,
+                               const pd_block *targets, uint32_t count)
+{
+    return (pd_shipment){.peer = p->peer,
+                         .ticket = ticket,
+                         .key = {.router = 1, .number = ticket, .epoch = 3},
+                         .receiver = RECEIVER,
+                         .groups = p->ours.groups,
+                         .count = count,
+                         .sources = sources,
+                         .targets = targets,
+                         .valid_tokens = 9};
+}
+
+/* Runs, single blocks, several groups a notice or several notices a group: all of it arrives, and
+ * one event says so. */
+static void every_block_lies_where_its_notice_says(void **state)
+{
+    static const uint64_t quanta[] = {1, 40 << 10, 1 << 20};
+    static pd_block sources[600], targets[600];
+
+    for (size_t q = 0; q < sizeof quanta / sizeof *quanta; q++) {
+        pair *p =
+            pair_make(*state, &(pd_shipper_options){.seals = true, .quantum_bytes = quanta[q]});
+        static const uint32_t counts[] = {1, 2, 7, 33, 100};
+        uint64_t random = q + 1;
+        for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
+            uint64_t bytes = 0;
+            for (uint32_t i = 0; i < counts[n]; i++) {
+                bool run = i > 0 && pd_random_next(&random) % 3 != 0;
+                sources[i] = run ? (sources[i - 1] + 1) % p->ours.blocks
+                                 : (pd_block)(pd_random_next(&random) % p->ours.blocks);
+                /* all different, in runs with gaps and the last of the pool among them */
+                targets[i] = p->theirs.blocks - counts[n] + i;
+            }
+            for (uint32_t g = 0; g < p->ours.groups; g++)
+                bytes += counts[n] * pd_kv_layout_block_bytes(&p->ours, g);
+            pd_shipment s = shipment_of(p, 40 + n, sources, targets, counts[n]);
+            assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+            until_sent(p, n + 1, targets);
+            assert_int_equal(p->last_sent.status, PD_OK);
+            assert_int_equal(p->last_sent.ticket, 40 + n);
+            assert_int_equal(p->last_sent.tag, 99);
+            assert_int_equal(p->last_sent.bytes, bytes);
+            assert_true(p->last_sent.wire_ns > 0);
+        }
+        pair_end(p);
+    }
+}
+
+static void a_small_shipment_has_one_notice(void **state)
+{
+    pair *p = pair_make(*state, &(pd_shipper_options){.seals = true});
+    pd_block sources[] = {4, 5, 6, 11}, targets[] = {1, 2, 3, 9};
+    pd_shipment s = shipment_of(p, 5, sources, targets, 4);
+
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    until_sent(p, 1, targets);
+    for (int i = 0; i < 100 && p->notices == 0; i++, usleep(1000))
+        turn(p, targets);
+    assert_int_equal(p->notices, 1);
+    assert_int_equal(pd_ship_read_stats(p->shipper).puts, 2 * p->ours.groups);
+    pair_end(p);
+}
+
+/* A long prompt first, then a short one: the short one's end is seen long before the long one's. */
+static void a_long_shipment_does_not_hold_up_a_short_one(void **state)
+{
+    pair *p = pair_make(*state, &(pd_shipper_options){.quantum_bytes = 64 << 10,
+                                                      .quantum_bytes_alone = 64 << 10,
+                                                      .credit_bytes = 256 << 10});
+    static pd_block blocks[1000];
+    uint32_t count = p->ours.blocks < 1000 ? p->ours.blocks : 1000;
+
+    for (uint32_t i = 0; i < count; i++)
+        blocks[i] = i;
+    for (uint64_t i = 0; i < 3; i++) { /* three shipments of one ticket are one turn */
+        pd_shipment s = shipment_of(p, 1, blocks, blocks, count);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    }
+    pd_ship_pump(p->shipper);
+    pd_shipment s = shipment_of(p, 2, blocks, blocks, 2);
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    until_sent(p, 1, NULL);
+    assert_int_equal(p->last_sent.ticket, 2);
+    assert_true(pd_ship_read_stats(p->shipper).parts < 20);
+    until_sent(p, 4, NULL);
+    assert_int_equal(p->last_sent.ticket, 1);
+    pair_end(p);
+}
+
+static void an_abort_comes_after_what_was_asked_for_before(void **state)
+{
+    pair *p = pair_make(
+        *state,
+        &(pd_shipper_options){.quantum_bytes = 64 << 10, .credit_bytes = 64 << 10, .seals = true});
+    static pd_block blocks[100];
+
+    for (uint32_t i = 0; i < 100; i++)
+        blocks[i] = i;
+    pd_shipment s = shipment_of(p, 3, blocks, blocks, 100);
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    pd_notice abort = {
+        .kind = PD_NOTICE_ABORT, .key = s.key, .sender = SENDER, .receiver = RECEIVER};
+    assert_int_equal(pd_ship_notify(p->shipper, p->peer, &abort), PD_OK);
+    /* of another request: it need not wait */
+    abort.key.number = 77;
+    assert_int_equal(pd_ship_notify(p->shipper, p->peer, &abort), PD_OK);
+    uint64_t end_ns = pd_clock_now_ns() + 20 * PD_NS_PER_S;
+    while (p->aborts < 2 && pd_clock_now_ns() < end_ns)
+        turn(p, blocks);
+    uint64_t notices = p->notices;
+    assert_true(notices > 50);
+    until_sent(p, 3, blocks);
+    assert_int_equal(p->notices, notices); /* none came after the last abort */
+    pair_end(p);
+}
+
+static void what_is_dropped_ends_and_nothing_more_of_it_comes(void **state)
+{
+    pair *p = pair_make(*state,
+                        &(pd_shipper_options){.quantum_bytes = 64 << 10, .credit_bytes = 64 << 10});
+    static pd_block blocks[300];
+
+    for (uint32_t i = 0; i < 300; i++)
+        blocks[i] = i;
+    for (uint64_t i = 0; i < 3; i++) {
+        pd_shipment s = shipment_of(p, 6, blocks, blocks, 300);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    }
+    pd_ship_pump(p->shipper);
+    pd_ship_drop(p->shipper, 6);
+    pd_ship_drop(p->shipper, 12345); /* nobody's */
+    until_sent(p, 3, NULL);
+    assert_int_equal(p->last_sent.status, PD_E_CANCELLED);
+    assert_int_equal(p->last_sent.ticket, 6);
+    uint64_t parts = pd_ship_read_stats(p->shipper).parts;
+    assert_true(parts >= 1 && parts < 10);
+    for (int i = 0; i < 20; i++, usleep(1000))
+        turn(p, NULL);
+    assert_int_equal(p->sent, 3);
+    assert_int_equal(pd_ship_read_stats(p->shipper).parts, parts);
+    pair_end(p);
+}
+
+static void closing_a_link_ends_what_waits_before_it_is_closed(void **state)
+{
+    pair *p = pair_make(
+        *state, &(pd_shipper_options){.quantum_bytes = 64 << 10, .credit_bytes = 128 << 10});
+    static pd_block blocks[300];
+
+    for (uint32_t i = 0; i < 300; i++)
+        blocks[i] = i;
+    for (uint64_t i = 0; i < 5; i++) {
+        pd_shipment s = shipment_of(p, 10 + i, blocks, blocks, 300);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    }
+    pd_notice abort = {.kind = PD_NOTICE_ABORT, .key = {.router = 1}};
+    assert_int_equal(pd_ship_notify(p->shipper, p->peer, &abort), PD_OK);
+    pd_ship_pump(p->shipper);
+    pd_ship_close(p->shipper, p->peer);
+    pd_transfer_close(p->from, p->peer);
+    pd_shipment late = shipment_of(p, 20, blocks, blocks, 1);
+    assert_int_equal(pd_ship_post(p->shipper, &late), PD_E_PEER);
+    assert_int_equal(pd_ship_notify(p->shipper, p->peer, &abort), PD_E_PEER);
+    bool closed = false;
+    uint64_t end_ns = pd_clock_now_ns() + 20 * PD_NS_PER_S;
+    while (!closed && pd_clock_now_ns() < end_ns) {
+        pd_ship_pump(p->shipper);
+        while (pd_ship_poll(p->shipper, &event) == PD_OK) {
+            assert_int_not_equal(event.status, PD_OK);
+            p->sent++;
+        }
+        if (pd_transfer_poll(p->from, &event) != PD_OK)
+            continue;
+        closed = event.kind == PD_TRANSFER_CLOSED;
+        if (event.kind == PD_TRANSFER_SENT)
+            assert_true(pd_ship_sent(p->shipper, &event));
+        while (!closed && pd_ship_poll(p->shipper, &event) == PD_OK)
+            p->sent++;
+    }
+    assert_true(closed);
+    assert_int_equal(p->sent, 6);
+    /* its place can be taken anew */
+    pd_ship_open(p->shipper, p->peer, 1, 100);
+    pair_end(p);
+}
+
+static void what_cannot_be_carried_is_refused(void **state)
+{
+    pair *p = pair_make(*state, &(pd_shipper_options){.shipments_max = 2});
+    pd_block sources[] = {0, 1}, targets[] = {3, p->theirs.blocks};
+    pd_shipment s = shipment_of(p, 1, sources, targets, 2);
+
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_E_INVALID);
+    targets[1] = p->theirs.blocks - 1;
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_E_OVERLOAD);
+    sources[0] = targets[0] = 12; /* the caller's lists are the caller's again */
+    until_sent(p, 2, NULL);
+    assert_int_equal(p->last_sent.status, PD_OK);
+    assert_memory_equal(
+        (char *)pd_transfer_pool(p->to) + pd_kv_layout_block_offset(&p->theirs, 0, 3),
+        (char *)pd_transfer_pool(p->from) + pd_kv_layout_block_offset(&p->ours, 0, 0),
+        pd_kv_layout_block_bytes(&p->ours, 0));
+    s.peer = 1 - p->peer;
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_E_PEER);
+    s.peer = p->peer;
+    for (long n = 0; n < 3; n++) {
+        pd_mem_fail_at(n);
+        pd_status status = pd_ship_post(p->shipper, &s);
+        pd_mem_fail_at(-1);
+        assert_int_equal(status, n < 2 ? PD_E_NOMEM : PD_OK);
+    }
+    pair_end(p);
+}
+
+#define BOTH(test)                                                                                 \
+    {#test "/shm", test, NULL, NULL, "shm"},                                                       \
+    {                                                                                              \
+#test "/tcp", test, NULL, NULL, "tcp"                                                      \
+    }
+
+int main(void)
+{
+    pd_log_init("test", getenv("TEST_LOG") != NULL ? PD_LOG_DEBUG : PD_LOG_ERROR);
+    signal(SIGPIPE, SIG_IGN);
+    cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
+    const struct CMUnitTest tests[] = {
+        BOTH(every_block_lies_where_its_notice_says),
+        BOTH(a_small_shipment_has_one_notice),
+        BOTH(a_long_shipment_does_not_hold_up_a_short_one),
+        BOTH(an_abort_comes_after_what_was_asked_for_before),
+        BOTH(what_is_dropped_ends_and_nothing_more_of_it_comes),
+        BOTH(closing_a_link_ends_what_waits_before_it_is_closed),
+        BOTH(what_cannot_be_carried_is_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
