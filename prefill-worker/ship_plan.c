@@ -60,8 +60,10 @@ bool prefill_ship_again(prefill_request *r, const pd_msg_ship_again *asked, pd_s
 
     *status_out = PD_OK;
     if (!r->targets_known || asked->group >= r->groups || asked->count == 0 ||
-        asked->first_block < r->held || end > r->blocks_count)
+        asked->first_block < r->held || end > r->blocks_count) {
+        r->again++;
         return false;
+    }
     if (r->asked == NULL) {
         size_t words = ((size_t)r->groups * r->blocks_count + 63) / 64;
         r->asked = pd_calloc(2 * words, sizeof *r->asked);

@@ -14,8 +14,9 @@ bool prefill_ship_targets(prefill_request *request, const pd_msg_targets *target
 /* A step with item.take tokens of it begins. */
 void prefill_ship_step(prefill_request *request, const pd_kv_layout *layout, const pd_cost *cost,
                        double step_ms);
-/* Notes what is to be shipped again and counts it; what was asked for before is not shipped a
- * third time, nor counted. False: ill-fitting. Errors other than that: *status_out PD_E_NOMEM. */
+/* Counts the word, and notes what is to be shipped again. One that names nothing new came twice on
+ * its way: it is not counted, nor is anything shipped a third time. False: ill-fitting (counted, so
+ * that its answer is known as such), or *status_out is PD_E_NOMEM. */
 bool prefill_ship_again(prefill_request *request, const pd_msg_ship_again *asked,
                         pd_status *status_out);
 
