@@ -7,7 +7,7 @@
 #include "common/worker/key_table.h"
 #include "common/worker/last_words.h"
 #include "common/worker/token_batch.h"
-#include "prefill-worker/request.h"
+#include "prefill-worker/pull.h"
 
 struct pd_role_core {
     pd_role_options options;
@@ -29,5 +29,6 @@ struct pd_role_core {
     bool ship_waits; /* the carrier had no room for a shipment */
     uint64_t steps_done;
     pd_last_words words;
+    prefill_pulls pulls;
     pd_role_counters counters;
 };

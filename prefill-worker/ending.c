@@ -121,6 +121,7 @@ void prefill_end_early(pd_role_core *core, prefill_request *r, pd_status status,
         r->reason = reason;
         r->ended_ns = now_ns;
         pd_prefill_queue_remove(&core->queue, &r->item);
+        prefill_pull_give_up(&core->pulls, r);
         if (r->sent < r->posted)
             core->sink.unship(core->sink.ctx, r->ticket);
         if (status != PD_E_CANCELLED && r->word_owed)

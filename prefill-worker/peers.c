@@ -87,6 +87,7 @@ void prefill_peers_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64
 
     if (link != NULL)
         drop_link(core, link, "the decode worker is gone", now_ns);
+    prefill_pull_source_gone(&core->pulls, peer->incarnation, !peer->may_write);
 }
 
 void prefill_peers_sent(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns)

@@ -55,6 +55,9 @@ static pd_status prefill_create(const pd_role_options *options, const pd_role_si
     if (status == PD_OK)
         status = pd_blocks_init(&core->blocks, options->layout.blocks, options->prefix_cache);
     if (status == PD_OK)
+        status = prefill_pulls_init(&core->pulls, &core->options, &core->sink, &core->blocks,
+                                    &core->counters);
+    if (status == PD_OK)
         status = pd_links_init(&core->links, options->peers_max, &core->sink);
     if (status == PD_OK)
         status = pd_key_table_create(requests_max, &core->by_key);
@@ -83,6 +86,7 @@ static void prefill_destroy(pd_role_core *core)
     pd_key_table_destroy(core->by_key);
     pd_key_table_destroy(core->by_ticket);
     pd_links_fini(&core->links);
+    prefill_pulls_fini(&core->pulls);
     pd_blocks_fini(&core->blocks);
     pd_free(core->slices);
     pd_free(core->picked);
@@ -225,6 +229,8 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
         prefill_end_early(core, r, PD_E_CANCELLED, "cancelled", now_ns);
     else /* leased for, perhaps, and never asked of us */
         pd_last_words_everywhere(&core->words, &cancel->key);
+    if (cancel->unwritten)
+        prefill_pull_unwritten(&core->pulls, &cancel->key);
     prefill_run_step(core, now_ns);
 }
 
@@ -236,6 +242,7 @@ static const pd_request_key *key_of(const pd_message *message)
     case PD_MSG_RELEASE: return &message->release.key;
     case PD_MSG_SHIP_AGAIN: return &message->ship_again.key;
     case PD_MSG_CANCEL: return &message->cancel.key;
+    case PD_MSG_PULL_END: return &message->pull_end.key;
     default: return NULL;
     }
 }
@@ -257,6 +264,10 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
     case PD_MSG_RELEASE: on_release(core, &message->release); break;
     case PD_MSG_SHIP_AGAIN: on_ship_again(core, &message->ship_again, now_ns); break;
     case PD_MSG_CANCEL: on_cancel(core, &message->cancel, now_ns); break;
+    case PD_MSG_PULL_END:
+        prefill_pull_ended(&core->pulls, &message->pull_end);
+        prefill_run_step(core, now_ns);
+        break;
     case PD_MSG_PEER_UP: prefill_peers_up(core, router, &message->peer_up, now_ns); break;
     case PD_MSG_PEER_GONE: prefill_peers_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_SNAPSHOT_REQUEST:
@@ -267,12 +278,40 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
     }
 }
 
+static void on_notice(pd_role_core *core, const pd_transfer_event *event)
+{
+    uint64_t seals[PD_NOTICE_SEALS_MAX];
+    pd_notice notice;
+
+    if (pd_notice_unpack(event->notice, event->notice_len, seals, &notice) == PD_OK) {
+        prefill_pull_on_notice(&core->pulls, &notice);
+        return;
+    }
+    core->counters.notices_ignored++;
+    pd_log_warn("msg=\"bytes that are no notice came on the data plane\" bytes=%zu",
+                event->notice_len);
+}
+
+static void prefill_on_checked(pd_role_core *core, const pd_checked *checked, uint64_t now_ns)
+{
+    prefill_pull_on_checked(&core->pulls, checked);
+    prefill_run_step(core, now_ns);
+}
+
+static void prefill_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
+{
+    prefill_pull_source_gone(&core->pulls, incarnation, true);
+    prefill_run_step(core, now_ns);
+}
+
 static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns)
 {
     if (event->kind == PD_TRANSFER_SENT) {
         prefill_peers_sent(core, event, now_ns);
         prefill_ship_what_waited(core, now_ns);
-    } else if (event->kind != PD_TRANSFER_NOTICE) {
+    } else if (event->kind == PD_TRANSFER_NOTICE) {
+        on_notice(core, event);
+    } else {
         prefill_peers_on_link(core, event, now_ns);
     }
     prefill_run_step(core, now_ns); /* blocks may have come back */
@@ -333,6 +372,7 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
             prefill_say_started(core, r, now_ns);
     }
     prefill_peers_tick(core, now_ns);
+    prefill_pulls_tick(&core->pulls, now_ns);
     prefill_ship_what_waited(core, now_ns);
     say_router_lost(core, now_ns);
     prefill_run_step(core, now_ns);
@@ -397,9 +437,11 @@ const pd_role_ops prefill_role = {
     .destroy = prefill_destroy,
     .on_message = prefill_on_message,
     .on_group = prefill_on_group,
+    .on_checked = prefill_on_checked,
     .on_step_done = prefill_on_step_done,
     .on_transfer = prefill_on_transfer,
     .on_tick = prefill_on_tick,
+    .peer_dead = prefill_peer_dead,
     .drain = prefill_drain,
     .cancel_all = prefill_cancel_all,
     .idle = prefill_idle,

@@ -1,5 +1,6 @@
 #include "prefill-worker/request.h"
 
+#include "common/base/clock.h"
 #include "common/base/mem.h"
 
 #include <string.h>
@@ -87,6 +88,11 @@ prefill_request *prefill_request_new(const pd_role_options *options,
     /* The answer's only token is made here: nothing has to leave. */
     r->ship = asked->ship && asked->max_tokens - r->answered > 1;
     r->receiver = asked->decode_incarnation;
+    r->pull_from = asked->pull;
+    r->pull_from.transfer_address = NULL;
+    r->pull_from.transfer_address_len = 0;
+    r->pull_blocks = asked->pull_blocks;
+    r->pull_ns = asked->pull_ms * PD_NS_PER_MS;
     r->word_owed = true;
     r->reason = "";
     return r;

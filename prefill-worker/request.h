@@ -26,8 +26,12 @@ typedef struct prefill_request {
     uint64_t receiver; /* the decode worker's incarnation */
     uint64_t link_tag;
     uint64_t ticket;
-    uint64_t deadline_ns; /* UINT64_MAX: none */
+    uint64_t deadline_ns;  /* UINT64_MAX: none */
+    pd_msg_peer pull_from; /* no transfer address */
+    uint32_t pull_blocks;  /* leading ones that it has; 0: nothing to pull (any more) */
+    uint64_t pull_ns;
     /* how it stands */
+    struct prefill_pull *pull; /* under way: the prompt stands aside */
     bool in_step;
     bool solo;         /* was in a failed step: stepped alone, to find who is at fault */
     bool computed;     /* its token is out */

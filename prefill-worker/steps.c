@@ -8,6 +8,7 @@ void prefill_say_started(pd_role_core *core, prefill_request *r, uint64_t now_ns
     pd_message message = {.kind = PD_MSG_PREFILL_STARTED};
 
     message.prefill_started.key = r->key;
+    prefill_pull_describe(r, &message.prefill_started);
     r->said_started_ns = now_ns;
     core->sink.send(core->sink.ctx, r->key.router, &message);
 }
@@ -65,14 +66,24 @@ void prefill_on_group(pd_role_core *core, pd_step *step, uint32_t group, uint64_
 
 /* ---- steps ---- */
 
+typedef struct turn {
+    pd_role_core *core;
+    uint64_t now_ns;
+} turn;
+
 static pd_status start(void *ctx, pd_prefill_item *item)
 {
-    pd_role_core *core = ctx;
+    const turn *now = ctx;
+    pd_role_core *core = now->core;
     prefill_request *r = (prefill_request *)item;
     uint32_t block_tokens = core->options.layout.block_tokens;
     uint32_t usable = (item->tokens - 1) / block_tokens; /* one token is always computed */
     uint32_t held = 0;
 
+    if (prefill_pull_begin(&core->pulls, r, now->now_ns)) {
+        prefill_say_started(core, r, now->now_ns);
+        return PD_E_AGAIN;
+    }
     if (usable > r->hashes_count)
         usable = r->hashes_count;
     if (!core->options.prefix_cache)
@@ -88,7 +99,7 @@ static pd_status start(void *ctx, pd_prefill_item *item)
 }
 
 /* Those of a failed step are stepped alone, so that only who is at fault fails. */
-static uint32_t pick(pd_role_core *core)
+static uint32_t pick(pd_role_core *core, uint64_t now_ns)
 {
     for (pd_prefill_item *item = core->queue.head; item != NULL; item = item->next) {
         uint32_t left = item->tokens - item->done;
@@ -98,7 +109,8 @@ static uint32_t pick(pd_role_core *core)
         core->picked[0] = item;
         return 1;
     }
-    return pd_prefill_queue_pick(&core->queue, core->options.chunk_tokens, start, core,
+    turn now = {.core = core, .now_ns = now_ns};
+    return pd_prefill_queue_pick(&core->queue, core->options.chunk_tokens, start, &now,
                                  core->picked, core->options.max_batch);
 }
 
@@ -117,7 +129,7 @@ void prefill_run_step(pd_role_core *core, uint64_t now_ns)
 {
     if (core->stepping)
         return;
-    uint32_t count = pick(core);
+    uint32_t count = pick(core, now_ns);
     if (count == 0)
         return;
     double ms = step_ms(core, count);
@@ -137,7 +149,7 @@ void prefill_run_step(pd_role_core *core, uint64_t now_ns)
         r->in_step = true;
         if (r->started_ns == 0) {
             r->started_ns = now_ns;
-            if (r->ship)
+            if (r->ship && r->said_started_ns == 0)
                 prefill_say_started(core, r, now_ns);
         }
     }

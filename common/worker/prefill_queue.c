@@ -56,7 +56,7 @@ static pd_prefill_item *next_shortest(const pd_prefill_queue *queue, const pd_pr
     pd_prefill_item *best = NULL;
 
     for (pd_prefill_item *item = queue->head; item != NULL; item = item->next) {
-        if (item == oldest || item->take > 0)
+        if (item == oldest || item->take > 0 || item->parked)
             continue;
         if (left(item) < last_left || (left(item) == last_left && item->order <= last_order))
             continue;
@@ -87,18 +87,21 @@ uint32_t pd_prefill_queue_pick(pd_prefill_queue *queue, uint32_t budget, pd_pref
 {
     pd_prefill_item *oldest = queue->head;
     uint32_t picked = 0;
-    bool may_start = true;
+    bool may_start = false;
 
     pd_assert(budget > 0 && items_max > 0);
     for (pd_prefill_item *item = queue->head; item != NULL; item = item->next)
         item->take = 0;
+    for (; oldest != NULL; oldest = oldest->next) {
+        may_start = !oldest->parked && can_start(oldest, start, ctx);
+        if (may_start || !oldest->parked)
+            break;
+    }
     if (oldest == NULL)
         return 0;
-    if (can_start(oldest, start, ctx)) {
+    if (may_start) {
         oldest->take = min_u32(left(oldest), (budget + 1) / 2);
         picked = 1;
-    } else {
-        may_start = false;
     }
     uint32_t rows = budget - oldest->take;
     uint32_t last_left = 0;

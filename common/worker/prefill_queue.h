@@ -17,6 +17,8 @@ typedef struct pd_prefill_item {
     uint32_t tokens; /* of the prompt */
     uint32_t done;   /* have their KV: computed or taken from the cache */
     bool started;    /* holds its blocks; set by the caller's start function's PD_OK */
+    bool parked;     /* waits for something else and keeps its place: passed over. Set by the
+                        caller's start function, cleared by the caller */
     uint32_t take;   /* rows in the step just picked */
     /* the queue's */
     struct pd_prefill_item *prev, *next;
@@ -39,12 +41,14 @@ PD_CHECKED pd_status pd_prefill_queue_push(pd_prefill_queue *queue, pd_prefill_i
 void pd_prefill_queue_remove(pd_prefill_queue *queue, pd_prefill_item *item);
 
 /* Claims what a prompt needs to start, and may raise item->done by what a cache holds (it stays
- * below tokens). PD_E_OVERLOAD: no room now; it waits. Must not change the queue. */
+ * below tokens). PD_E_OVERLOAD: no room now; it waits. PD_E_AGAIN: it was parked. Must not change
+ * the queue. */
 typedef pd_status pd_prefill_start_fn(void *ctx, pd_prefill_item *item);
 
 /* Picks the next step: at most items_max items and budget rows (both at least 1), oldest first in
- * items_out, each with take > 0. An item without room is passed over, but while the oldest item has
- * no room nobody else starts, so that room comes to it. Returns the number of items. */
+ * items_out, each with take > 0. An item without room is passed over, but while the oldest item
+ * that is not parked has no room nobody else starts, so that room comes to it. Returns the number
+ * of items. */
 uint32_t pd_prefill_queue_pick(pd_prefill_queue *queue, uint32_t budget, pd_prefill_start_fn *start,
                                void *ctx, pd_prefill_item **items_out, uint32_t items_max);
 

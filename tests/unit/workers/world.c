@@ -29,13 +29,20 @@ uint32_t world_next_token(const uint32_t *tokens, uint32_t count)
     return 1 + (uint32_t)(pd_hash64(tokens, count * sizeof *tokens, 7) % (WORLD_VOCAB - 1));
 }
 
-static uint64_t seal_of(const world_worker *worker, const pd_request_key *key, uint32_t group,
-                        uint32_t index, pd_block block, uint32_t valid)
+uint64_t world_seal(const world_worker *worker, const pd_request_key *key, uint32_t group,
+                    uint32_t index, pd_block block, uint32_t valid)
 {
     uint64_t content =
         pd_hash64(slot(worker, group, block, 0), valid * sizeof(uint32_t), group * 1000 + index);
 
     return content ^ pd_mix64(pd_ship_seal_request(key) + key->epoch + valid);
+}
+
+void world_put(world_worker *worker, uint32_t group, pd_block block, const uint32_t *tokens,
+               uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        *slot(worker, group, block, i) = tokens[i] + 1;
 }
 
 /* ---- the sinks ---- */
@@ -119,8 +126,8 @@ static pd_status sink_ship(void *ctx, const pd_shipment *ship)
         for (uint32_t g = 0; g < ship->groups; g++) {
             for (uint32_t i = 0; i < count; i++)
                 seals[g * count + i] =
-                    seal_of(worker, &ship->key, ship->group_first + g, ship->first + from + i,
-                            packet.sources[i], i + 1 == count ? valid : WORLD_BLOCK_TOKENS);
+                    world_seal(worker, &ship->key, ship->group_first + g, ship->first + from + i,
+                               packet.sources[i], i + 1 == count ? valid : WORLD_BLOCK_TOKENS);
         }
         if ((w->corrupt_notice > 0 && --w->corrupt_notice == 0) ||
             (w->corrupt_again && ship->again > 0))
@@ -195,8 +202,8 @@ bool world_end_check(world *w, world_worker *worker)
     for (uint32_t g = 0; g < c.check.groups; g++) {
         for (uint32_t i = 0; checked.good && i < c.check.count; i++) {
             uint32_t valid = i + 1 == c.check.count ? c.check.valid_tokens : WORLD_BLOCK_TOKENS;
-            uint64_t seal = seal_of(worker, &c.check.key, c.check.group_first + g,
-                                    c.check.first + i, c.blocks[i], valid);
+            uint64_t seal = world_seal(worker, &c.check.key, c.check.group_first + g,
+                                       c.check.first + i, c.blocks[i], valid);
             if (seal == c.seals[g * c.check.count + i])
                 continue;
             checked.good = false;
@@ -304,6 +311,12 @@ static void send_prefill_request(world *w, world_request *r)
     asked->ship = r->max_tokens - r->answer_count > 1;
     snprintf(asked->decode, sizeof asked->decode, "decode-0");
     asked->decode_incarnation = w->decode.options.incarnation;
+    if (w->pull_from != 0 && r->key.number % 2 == 0) {
+        snprintf(asked->pull.name, sizeof asked->pull.name, "source");
+        asked->pull.incarnation = w->pull_from;
+        asked->pull_blocks = asked->tokens_count / WORLD_BLOCK_TOKENS;
+        asked->pull_ms = 200;
+    }
     r->phase = WORLD_PREFILLING;
     r->prefill_asked = true;
     world_to(w, &w->prefill, &message);
@@ -337,29 +350,46 @@ static void on_lease_reply(world *w, const pd_msg_lease_reply *reply)
     }
 }
 
+/* The source of a pull is asked once; when it never is, nobody writes. */
+static void ask_source(world *w, world_request *r, const pd_msg_prefill_started *started)
+{
+    pd_message message = {.kind = PD_MSG_PULL_END};
+
+    if (started->pull_blocks_count == 0 || r->pull_epoch == started->key.epoch)
+        return;
+    if (current(r, &started->key)) {
+        r->pull_epoch = r->key.epoch;
+        w->on_pull(w, started);
+        return;
+    }
+    message.pull_end.key = started->key;
+    world_to(w, &w->prefill, &message);
+}
+
 static void on_prefill_started(world *w, const pd_msg_prefill_started *started)
 {
     world_request *r = request_of(w, &started->key);
     pd_message message = {.kind = PD_MSG_BIND};
 
+    ask_source(w, r, started);
     if (!current(r, &started->key))
         return;
     r->started_said++;
-    if (r->direct)
+    if (r->direct || r->max_tokens - r->base == 1)
         return;
     message.bind.key = r->key;
     world_to(w, &w->decode, &message);
 }
 
-static void on_refetch(world *w, const pd_msg_refetch *refetch)
+static void on_refetch(world *w, const world_worker *from, const pd_msg_refetch *refetch)
 {
     world_request *r = request_of(w, &refetch->key);
     pd_message message = {.kind = PD_MSG_SHIP_AGAIN};
 
     w->refetches++;
     assert_true(refetch->reason[0] != 0);
-    if (!current(r, &refetch->key))
-        return;
+    if (!current(r, &refetch->key) || from == &w->prefill)
+        return; /* a pull's source is the test's */
     r->agains++;
     r->prefill_ended = false;
     message.ship_again = (pd_msg_ship_again){.key = r->key,
@@ -369,12 +399,13 @@ static void on_refetch(world *w, const pd_msg_refetch *refetch)
     world_to(w, &w->prefill, &message);
 }
 
-static void on_landed(world *w, const pd_msg_landed *landed)
+static void on_landed(world *w, const world_worker *from, const pd_msg_landed *landed)
 {
     world_request *r = request_of(w, &landed->key);
     pd_message message = {.kind = PD_MSG_RELEASE};
 
-    if (!current(r, &landed->key))
+    w->pulls_landed += from == &w->prefill;
+    if (!current(r, &landed->key) || from == &w->prefill)
         return;
     assert_int_equal(r->landed_said, 0);
     r->landed_said++;
@@ -473,6 +504,11 @@ static void sink_send(void *ctx, uint64_t router, const pd_message *message)
         assert_true(message->lease_reply.blocks_count <= 64);
         memcpy(letter->blocks, message->lease_reply.blocks,
                message->lease_reply.blocks_count * sizeof *letter->blocks);
+    } else if (message->kind == PD_MSG_PREFILL_STARTED &&
+               message->prefill_started.pull_blocks_count > 0) {
+        assert_true(message->prefill_started.pull_blocks_count <= 64);
+        memcpy(letter->blocks, message->prefill_started.pull_blocks,
+               message->prefill_started.pull_blocks_count * sizeof *letter->blocks);
     } else if (message->kind == PD_MSG_STEP_TOKENS) {
         assert_true(message->step_tokens.tokens_count <= 64);
         memcpy(letter->tokens, message->step_tokens.tokens,
@@ -496,9 +532,12 @@ bool world_read_letter(world *w)
         on_step_tokens(w, letter.from, &letter.message.step_tokens);
         break;
     case PD_MSG_PREFILL_DONE: on_prefill_done(w, &letter.message.prefill_done); break;
-    case PD_MSG_PREFILL_STARTED: on_prefill_started(w, &letter.message.prefill_started); break;
-    case PD_MSG_REFETCH: on_refetch(w, &letter.message.refetch); break;
-    case PD_MSG_LANDED: on_landed(w, &letter.message.landed); break;
+    case PD_MSG_PREFILL_STARTED:
+        letter.message.prefill_started.pull_blocks = letter.blocks;
+        on_prefill_started(w, &letter.message.prefill_started);
+        break;
+    case PD_MSG_REFETCH: on_refetch(w, letter.from, &letter.message.refetch); break;
+    case PD_MSG_LANDED: on_landed(w, letter.from, &letter.message.landed); break;
     case PD_MSG_DECODE_FAILED: {
         const pd_msg_decode_failed *failed = &letter.message.decode_failed;
         world_request *r = request_of(w, &failed->key);
@@ -864,7 +903,7 @@ bool world_lease_next(world *w)
 
 bool world_turn(world *w)
 {
-    enum { KINDS = 6 };
+    enum { KINDS = 7 };
     uint32_t first = world_random(w, KINDS);
 
     for (uint32_t i = 0; i < KINDS; i++) {
@@ -875,6 +914,7 @@ bool world_turn(world *w)
         case 2: done = world_deliver(w); break;
         case 3: done = world_read_letter(w); break;
         case 4: done = world_end_check(w, &w->decode); break;
+        case 5: done = world_end_check(w, &w->prefill); break;
         default: done = world_lease_next(w);
         }
         if (done)

@@ -50,6 +50,7 @@ typedef struct world_request {
     bool lease_asked, prefill_asked, prefill_ended;
     bool direct; /* no decode worker knows it: the test says its targets */
     uint32_t started_said, landed_said, agains;
+    uint32_t pull_epoch; /* the latest for which a source was asked */
     pd_status prefill_status;
     pd_status status; /* of what ended it */
     pd_finish finish;
@@ -113,7 +114,7 @@ typedef struct world {
     uint32_t letters_count;
     world_request *requests; /* [WORLD_REQUESTS_MAX] */
     uint32_t requests_count;
-    uint32_t overloads, decode_failures, links_reported, refetches;
+    uint32_t overloads, decode_failures, links_reported, refetches, pulls_landed;
     uint32_t shipments; /* posted so far */
     uint32_t ships_max; /* under way at a time */
     uint32_t under_way; /* shipments */
@@ -126,6 +127,10 @@ typedef struct world {
     uint32_t corrupt_notice; /* the n-th notice from now has a wrong seal; 0: none */
     bool corrupt_again;      /* and those of all that is shipped again */
     pd_msg_prefill_done last_done;
+    /* A worker that has leading blocks of every other prompt; who writes them is the test's. */
+    uint64_t pull_from;
+    void (*on_pull)(struct world *w, const pd_msg_prefill_started *started);
+    void *on_pull_ctx;
 } world;
 
 typedef struct world_setup {
@@ -164,6 +169,13 @@ bool world_settle(world *w);
 void world_to(world *w, world_worker *worker, const pd_message *message);
 void world_kill_prefill(world *w);
 void world_restart_decode(world *w);
+
+/* KV of these tokens lies in the worker's block now, as far as that group is concerned. */
+void world_put(world_worker *worker, uint32_t group, pd_block block, const uint32_t *tokens,
+               uint32_t count);
+/* The seal of what lies there. */
+uint64_t world_seal(const world_worker *worker, const pd_request_key *key, uint32_t group,
+                    uint32_t index, pd_block block, uint32_t valid);
 
 /* The right token after these. */
 uint32_t world_next_token(const uint32_t *tokens, uint32_t count);
