@@ -567,6 +567,7 @@ static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
         .receiver = what->receiver,
         .group = what->group_first + p->group,
         .groups = p->groups,
+        .again = what->again,
         .slices = 1,
         .first_block = what->first + p->block,
         .count = p->blocks,

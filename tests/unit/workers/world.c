@@ -93,6 +93,14 @@ static pd_status sink_notify(void *ctx, pd_peer peer, const pd_notice *notice)
     return PD_OK;
 }
 
+static bool damage_now(world *w)
+{
+    if (w->damage == WORLD_DAMAGE_NONE || w->damaged || w->damage_ship-- > 0)
+        return false;
+    w->damaged = true;
+    return true;
+}
+
 /* Parts of at most 32 blocks of groups; with the last notice the shipment is over. */
 static pd_status sink_ship(void *ctx, const pd_shipment *ship)
 {
@@ -106,11 +114,13 @@ static pd_status sink_ship(void *ctx, const pd_shipment *ship)
         return PD_E_OVERLOAD;
     w->under_way++;
     w->shipments++;
+    world_damage damage = damage_now(w) ? w->damage : WORLD_DAMAGE_NONE;
     for (uint32_t from = 0, count; from < ship->count; from += count) {
         uint32_t most = 32 / ship->groups;
         uint64_t seals[32];
         count = ship->count - from < most ? ship->count - from : most;
         bool last = from + count == ship->count;
+        uint32_t hit = last ? world_random(w, ship->groups * count) : 0;
         world_packet packet = {.sender = worker->options.incarnation,
                                .first = from == 0,
                                .receiver = ship->receiver,
@@ -121,13 +131,22 @@ static pd_status sink_ship(void *ctx, const pd_shipment *ship)
                                .count = count};
         memcpy(packet.sources, ship->sources + from, count * sizeof *packet.sources);
         memcpy(packet.targets, ship->targets + from, count * sizeof *packet.targets);
+        packet.damage = last ? damage : WORLD_DAMAGE_NONE;
+        packet.damaged = hit;
         post(w, &packet);
         uint32_t valid = last ? ship->valid_tokens : WORLD_BLOCK_TOKENS;
         for (uint32_t g = 0; g < ship->groups; g++) {
-            for (uint32_t i = 0; i < count; i++)
+            for (uint32_t i = 0; i < count; i++) {
+                pd_request_key key = ship->key;
+                uint32_t sealed = i + 1 == count ? valid : WORLD_BLOCK_TOKENS;
+                bool here = last && g * count + i == hit;
+                key.epoch -= here && damage == WORLD_DAMAGE_OLD_EPOCH;
+                if (here && damage == WORLD_DAMAGE_COUNT_SEALED)
+                    sealed = sealed == 1 ? 2 : sealed - 1;
                 seals[g * count + i] =
-                    world_seal(worker, &ship->key, ship->group_first + g, ship->first + from + i,
-                               packet.sources[i], i + 1 == count ? valid : WORLD_BLOCK_TOKENS);
+                    world_seal(worker, &key, ship->group_first + g, ship->first + from + i,
+                               packet.sources[i], sealed);
+            }
         }
         if ((w->corrupt_notice > 0 && --w->corrupt_notice == 0) ||
             (w->corrupt_again && ship->again > 0))
@@ -135,6 +154,8 @@ static pd_status sink_ship(void *ctx, const pd_shipment *ship)
         packet.first = false;
         packet.notice = true;
         packet.last = last;
+        if (last && damage == WORLD_DAMAGE_COUNT_SAID)
+            valid = valid == 1 ? 2 : valid - 1;
         packet.bytes_len =
             pd_notice_pack(&(pd_notice){.kind = PD_NOTICE_BLOCKS,
                                         .key = ship->key,
@@ -658,6 +679,23 @@ static void link_event(world *w, pd_transfer_event_kind kind)
     w->prefill.ops->on_transfer(w->prefill.core, &event, w->now_ns);
 }
 
+/* One block of one group is written. */
+static void put(world *w, const world_packet *packet, uint32_t i)
+{
+    uint32_t group = packet->group + i / packet->count;
+    pd_block source = packet->sources[i % packet->count];
+    uint32_t *target = slot(&w->decode, group, packet->targets[i % packet->count], 0);
+    world_damage damage = i == packet->damaged ? packet->damage : WORLD_DAMAGE_NONE;
+
+    if (damage == WORLD_DAMAGE_LEFT_OUT)
+        return;
+    if (damage == WORLD_DAMAGE_OTHER_BLOCK)
+        source = (source + 1) % w->prefill.options.layout.blocks;
+    memcpy(target, slot(&w->prefill, group, source, 0), WORLD_BLOCK_TOKENS * sizeof *target);
+    if (damage == WORLD_DAMAGE_FLIPPED_BIT)
+        target[0] ^= UINT32_C(1) << world_random(w, 32);
+}
+
 bool world_deliver(world *w)
 {
     static pd_transfer_event event;
@@ -690,15 +728,11 @@ bool world_deliver(world *w)
         return true;
     }
     if (!packet.notice) {
-        for (uint32_t g = packet.group; there && g < packet.group + packet.groups; g++) {
-            for (uint32_t i = 0; i < packet.count; i++)
-                memcpy(slot(&w->decode, g, packet.targets[i], 0),
-                       slot(&w->prefill, g, packet.sources[i], 0),
-                       WORLD_BLOCK_TOKENS * sizeof(uint32_t));
-        }
+        for (uint32_t i = 0; there && i < packet.groups * packet.count; i++)
+            put(w, &packet, i);
         return true;
     }
-    if (there) {
+    if (there && packet.damage != WORLD_DAMAGE_NO_NOTICE) {
         event = (pd_transfer_event){.kind = PD_TRANSFER_NOTICE, .notice_len = packet.bytes_len};
         memcpy(event.notice, packet.bytes, packet.bytes_len);
         w->decode.ops->on_transfer(w->decode.core, &event, w->now_ns);

@@ -56,6 +56,19 @@ typedef struct world_request {
     pd_finish finish;
 } world_request;
 
+/* What can go wrong with a block on its way. */
+typedef enum world_damage {
+    WORLD_DAMAGE_NONE,
+    WORLD_DAMAGE_FLIPPED_BIT,
+    WORLD_DAMAGE_OTHER_BLOCK,  /* another block's bytes in its place */
+    WORLD_DAMAGE_OLD_EPOCH,    /* sealed for the attempt before */
+    WORLD_DAMAGE_LEFT_OUT,     /* announced, never written */
+    WORLD_DAMAGE_COUNT_SEALED, /* sealed for another number of valid tokens */
+    WORLD_DAMAGE_COUNT_SAID,   /* the notice says another number */
+    WORLD_DAMAGE_NO_NOTICE,    /* written, never announced */
+    WORLD_DAMAGES,
+} world_damage;
+
 /* One put or notice under way. A put's bytes are read as it is delivered. */
 typedef struct world_packet {
     bool notice;
@@ -66,6 +79,8 @@ typedef struct world_packet {
     pd_peer peer;
     uint64_t ticket;
     uint32_t group, groups, count;
+    world_damage damage;
+    uint32_t damaged;                  /* which of groups * count */
     pd_block sources[32], targets[32]; /* [count] in each of the groups */
     size_t bytes_len;
     unsigned char bytes[512]; /* a notice of at most 32 seals */
@@ -126,6 +141,9 @@ typedef struct world {
     bool fail_next_step;     /* the next one to end fails before its first group */
     uint32_t corrupt_notice; /* the n-th notice from now has a wrong seal; 0: none */
     bool corrupt_again;      /* and those of all that is shipped again */
+    world_damage damage;     /* of a block in damage_ship shipments */
+    uint32_t damage_ship;
+    bool damaged; /* it has happened */
     pd_msg_prefill_done last_done;
     /* A worker that has leading blocks of every other prompt; who writes them is the test's. */
     uint64_t pull_from;
