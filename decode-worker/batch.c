@@ -61,22 +61,25 @@ static void plan_slice(decode_sequence *sequence, uint32_t rows, pd_step_slice *
 
 uint32_t decode_batch_plan(decode_batch *batch, pd_step_slice *slices)
 {
-    uint32_t rows = batch->rows_max, count = 0, place = 0;
+    uint32_t rows = batch->rows_max, count = 0, place = 0, others = 0;
 
     for (decode_sequence *s = batch->head; s != NULL && place < batch->running_max;
          s = s->batch_next, place++) {
+        if (s->stalled)
+            continue;
         if (s->solo) {
             plan_slice(s, batch->rows_max, &slices[0]);
             return 1;
         }
+        others++;
     }
     place = 0;
     for (decode_sequence *s = batch->head; s != NULL && place < batch->running_max;
          s = s->batch_next, place++) {
+        if (s->stalled)
+            continue;
         /* A row for each that comes after: nobody waits for one with many tokens to catch up. */
-        uint32_t after = batch->count < batch->running_max ? batch->count : batch->running_max;
-        uint32_t others = after - place - 1;
-        plan_slice(s, rows - others, &slices[count]);
+        plan_slice(s, rows - --others, &slices[count]);
         rows -= slices[count++].count;
     }
     return count;

@@ -20,7 +20,8 @@ void decode_batch_add(decode_batch *batch, decode_sequence *sequence);
 /* One that is not in the batch is left alone. */
 void decode_batch_remove(decode_batch *batch, decode_sequence *sequence);
 
-/* Fills slices [running_max] with the next step, marks its sequences in_step; returns the count. */
+/* Fills slices [running_max] with the next step, marks its sequences in_step; returns the count.
+ * Those stalled are left out: 0 when all are. */
 uint32_t decode_batch_plan(decode_batch *batch, pd_step_slice *slices);
 /* Positions that the running sequences look back on, for the time model. */
 uint64_t decode_batch_context(const decode_batch *batch);

@@ -50,4 +50,14 @@ typedef struct decode_sequence {
     bool ending; /* given up as soon as the step under way is over */
     bool solo;   /* was in a failed step: stepped alone, to find who is at fault */
     struct decode_sequence *batch_prev, *batch_next;
+
+    /* room: growth, and giving way to others */
+    int32_t priority;
+    uint64_t order;      /* of admission */
+    uint32_t answer_max; /* tokens that may come after what lands */
+    bool stalled;        /* no block for its next token, or no place: not in the next step */
+    bool standing;       /* gave way: not in the batch, blocks kept */
+    bool told;           /* its router knows, and alone decides what becomes of it */
+    bool moving;         /* its blocks are being shipped: no deadline but that one's */
+    uint64_t stood_ns;   /* since when it stands */
 } decode_sequence;
