@@ -2,7 +2,7 @@
 
 /* What an unseen answer weighs, one that does not end: few answers are not believed at once. */
 static const float doubt = 4;
-static const float beyond = 0.2f; /* of answers may be longer than predicted */
+static const float beyond = 0.25f; /* of answers may be longer than predicted */
 
 enum { HALVE_AFTER = 1024 };
 

@@ -23,7 +23,7 @@ typedef struct decode_lengths {
 void decode_lengths_init(decode_lengths *lengths);
 /* An answer of so many tokens (at least 1) is over. ended: by itself. */
 void decode_lengths_observe(decode_lengths *lengths, uint32_t tokens, bool ended);
-/* The length that four of five answers do not exceed, of those that are longer than answered and
+/* The length that three of four answers do not exceed, of those that are longer than answered and
  * may have max_tokens: answered + 1 .. max_tokens, and max_tokens when that is not more than
  * answered. */
 uint32_t decode_lengths_predict(const decode_lengths *lengths, uint32_t answered,

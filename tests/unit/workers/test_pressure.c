@@ -37,7 +37,7 @@ static void without_answers_everybody_uses_up_max_tokens(void **state)
     }
 }
 
-static void four_of_five_answers_are_within_the_prediction(void **state)
+static void three_of_four_answers_are_within_the_prediction(void **state)
 {
     (void)state;
     decode_lengths lengths;
@@ -62,7 +62,7 @@ static void four_of_five_answers_are_within_the_prediction(void **state)
     }
     print_message("# within the prediction: %.3f; predicted %.0f tokens, were %.0f\n",
                   (double)within / asked, (double)predicted_sum / asked, (double)sum / asked);
-    assert_true(within > asked * 0.77 && within < asked * 0.87);
+    assert_true(within > asked * 0.72 && within < asked * 0.84);
 }
 
 static void a_longer_answer_so_far_predicts_a_longer_one(void **state)
@@ -265,7 +265,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(without_answers_everybody_uses_up_max_tokens),
-        cmocka_unit_test(four_of_five_answers_are_within_the_prediction),
+        cmocka_unit_test(three_of_four_answers_are_within_the_prediction),
         cmocka_unit_test(a_longer_answer_so_far_predicts_a_longer_one),
         cmocka_unit_test(answers_cut_short_teach_nothing_beyond),
         cmocka_unit_test(what_answers_were_long_ago_is_forgotten),
