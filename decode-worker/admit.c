@@ -78,24 +78,48 @@ static pd_status check(const pd_role_options *options, const pd_msg_lease_reques
     return PD_OK;
 }
 
+/* The predicted peak first, so that nothing is made for a request that has to wait. */
+static pd_status find_room(const decode_admit *admit, const pd_msg_lease_request *asked,
+                           const decode_sequence *all, double step_ms, uint32_t capacity,
+                           decode_newcomer *newcomer_out, decode_refusal *refusal_out)
+{
+    uint32_t block_tokens = admit->options->layout.block_tokens;
+
+    *newcomer_out = (decode_newcomer){
+        .priority = asked->priority,
+        .tokens = asked->prompt_tokens,
+        .blocks = (asked->prompt_tokens + block_tokens - 1) / block_tokens,
+        .answer_max = capacity - asked->prompt_tokens,
+    };
+    return decode_room_admit(admit->room, all, newcomer_out, step_ms, &refusal_out->wait_steps,
+                             &refusal_out->reason);
+}
+
 pd_status decode_admit_promise(decode_admit *admit, const pd_msg_lease_request *asked,
-                               uint64_t now_ns, decode_sequence **sequence_out,
-                               const char **reason_out)
+                               const decode_sequence *all, double step_ms, uint64_t now_ns,
+                               decode_sequence **sequence_out, decode_refusal *refusal_out)
 {
     uint32_t blocks, capacity;
+    decode_newcomer newcomer;
     pd_lease *lease;
-    pd_status status = check(admit->options, asked, reason_out);
 
+    *refusal_out = (decode_refusal){.reason = ""};
+    pd_status status = check(admit->options, asked, &refusal_out->reason);
     if (status != PD_OK)
         return status;
     if (!decode_admit_need(admit->options, asked->prompt_tokens, asked->max_tokens, &blocks,
-                           &capacity, reason_out))
+                           &capacity, &refusal_out->reason))
         return PD_E_TOO_LARGE;
+    status = find_room(admit, asked, all, step_ms, capacity, &newcomer, refusal_out);
+    if (status != PD_OK)
+        return status;
     decode_sequence *sequence = sequence_new(admit, asked, capacity);
     if (sequence == NULL) {
-        *reason_out = "no memory for the lease";
+        refusal_out->reason = "no memory for the lease";
         return PD_E_NOMEM;
     }
+    sequence->priority = asked->priority;
+    sequence->answer_max = newcomer.answer_max;
     sequence->granted_ns = now_ns;
     sequence->ttl_ns = asked->ttl_ms * PD_NS_PER_MS;
     pd_lease_grant_args args = {
@@ -103,15 +127,16 @@ pd_status decode_admit_promise(decode_admit *admit, const pd_msg_lease_request *
         .epoch = asked->key.epoch,
         .owner = asked->key.router,
         .prefill = asked->sender.incarnation,
-        .blocks = blocks,
+        .blocks = newcomer.blocks,
         .expiry_ns = now_ns + sequence->ttl_ns,
     };
     status = pd_lease_grant(admit->leases, &args, &lease);
     if (status != PD_OK) {
-        *reason_out = "no room for the KV blocks";
+        refusal_out->reason = "no place for the lease";
         decode_admit_free(sequence);
         return status;
     }
+    sequence->order = decode_room_order(admit->room);
     lease->user = sequence;
     sequence->lease = lease;
     *sequence_out = sequence;

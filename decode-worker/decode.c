@@ -7,12 +7,15 @@
 #include "common/worker/blocks.h"
 #include "common/worker/token_batch.h"
 #include "decode-worker/admit.h"
-#include "decode-worker/batch.h"
+#include "decode-worker/answer.h"
+#include "decode-worker/moves.h"
 #include "decode-worker/senders.h"
 
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
+
+enum { WAITS_MAX = 256 }; /* senders that quarantines wait for, in an audit */
 
 struct pd_role_core {
     pd_role_options options;
@@ -27,6 +30,11 @@ struct pd_role_core {
     decode_sequence *sequences; /* list of all, quarantined ones included */
     uint32_t live;              /* of them, not given up */
     decode_senders senders;
+    decode_room room;
+    pd_links links; /* to whom blocks are shipped, on demand */
+    pd_last_words words;
+    pd_source source;
+    pd_audit audit;
     pd_token_batch tokens;
     pd_step step;
     pd_step_slice *slices; /* [max_batch] */
@@ -50,6 +58,27 @@ static pd_status check_options(const pd_role_options *options)
                      options->layout.blocks);
         return PD_E_INVALID;
     }
+    return PD_OK;
+}
+
+/* As a sender of blocks that it holds; and what it can say of them. */
+static pd_status make_source(pd_role_core *core, uint32_t sequences_max)
+{
+    pd_status status = pd_links_init(&core->links, core->options.peers_max, &core->sink);
+
+    if (status == PD_OK) /* quarantined ones, and a shipment for each */
+        status = pd_audit_init(&core->audit, sequences_max * 3, WAITS_MAX);
+    if (status != PD_OK)
+        return status;
+    pd_last_words_init(&core->words, &core->options, &core->sink, &core->links);
+    pd_source_init(&core->source, &(pd_source_options){.role = &core->options,
+                                                       .sink = &core->sink,
+                                                       .blocks = &core->blocks,
+                                                       .links = &core->links,
+                                                       .words = &core->words,
+                                                       .cost = &core->cost,
+                                                       .counters = &core->counters,
+                                                       .ships_max = sequences_max});
     return PD_OK;
 }
 
@@ -82,6 +111,11 @@ static pd_status decode_create(const pd_role_options *options, const pd_role_sin
             pd_lease_table_create(core->blocks.cache, sequences_max * 2, blocks_max, &core->leases);
     if (status == PD_OK)
         status = pd_token_batch_init(&core->tokens, options->max_batch);
+    if (status == PD_OK)
+        status = decode_room_init(&core->room, &core->options, &core->blocks, core->leases,
+                                  sequences_max);
+    if (status == PD_OK)
+        status = make_source(core, sequences_max);
     if (status != PD_OK) {
         decode_destroy(core);
         return status;
@@ -89,6 +123,7 @@ static pd_status decode_create(const pd_role_options *options, const pd_role_sin
     core->admit = (decode_admit){.options = &core->options,
                                  .leases = core->leases,
                                  .lander = &core->lander,
+                                 .room = &core->room,
                                  .sequences_max = sequences_max};
     *core_out = core;
     return PD_OK;
@@ -105,6 +140,10 @@ static void decode_destroy(pd_role_core *core)
         decode_admit_free(s);
     }
     pd_token_batch_fini(&core->tokens);
+    pd_source_fini(&core->source);
+    pd_audit_fini(&core->audit);
+    pd_links_fini(&core->links);
+    decode_room_fini(&core->room);
     pd_lease_table_destroy(core->leases);
     pd_blocks_fini(&core->blocks);
     pd_free(core->slices);
@@ -169,6 +208,9 @@ static void release(pd_role_core *core, decode_sequence *s)
         pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks,
                            full < s->hashes_count ? full : s->hashes_count);
     }
+    if (s->started)
+        decode_lengths_observe(&core->room.lengths, s->tokens_count - s->answer_from,
+                               s->answer_ended);
     core->live--;
     s->given_up = true;
     pd_land_give_up(&core->lander, &s->landing);
@@ -185,6 +227,7 @@ static void release(pd_role_core *core, decode_sequence *s)
 static void give_up(pd_role_core *core, decode_sequence *s)
 {
     decode_batch_remove(&core->batch, s);
+    decode_room_leave(&core->room, s);
     if (s->in_step)
         s->ending = true;
     else
@@ -234,15 +277,29 @@ static void sender_done(pd_role_core *core, decode_sequence *s, const char *reas
 
 /* ---- steps ---- */
 
-static void run_step(pd_role_core *core)
+static double step_ms(const pd_role_core *core)
 {
-    if (core->stepping || core->batch.count == 0)
+    uint32_t running =
+        core->batch.count < core->batch.running_max ? core->batch.count : core->batch.running_max;
+
+    return pd_cost_decode_step_ms(&core->cost, running, decode_batch_context(&core->batch));
+}
+
+/* Nothing runs when nobody of the batch has a block for its next token: the next tick tries again,
+ * and so does whatever gives blocks back. */
+static void run_step(pd_role_core *core, uint64_t now_ns)
+{
+    if (core->stepping || (core->batch.count == 0 && core->room.standing == 0))
+        return;
+    decode_room_prepare(&core->room, &core->batch, core->sequences, step_ms(core), now_ns);
+    uint32_t count = decode_batch_plan(&core->batch, core->slices);
+    if (count == 0)
         return;
     core->stepping = true;
     core->step = (pd_step){
         .number = core->steps_done + 1,
         .slices = core->slices,
-        .slices_count = decode_batch_plan(&core->batch, core->slices),
+        .slices_count = count,
     };
     core->sink.run(core->sink.ctx, &core->step);
 }
@@ -277,6 +334,7 @@ static void take_slice(pd_role_core *core, const pd_step_slice *slice)
                                                        .token = slice->token_out,
                                                        .finish = finish});
     if (finish != PD_FINISH_NONE) {
+        s->answer_ended = finish == PD_FINISH_STOP;
         core->counters.finished++;
         pd_log_req_debug(s->id, "msg=\"decode ends\" tokens=%u finish=%d", index + 1, finish);
         give_up(core, s);
@@ -306,7 +364,6 @@ static double queue_ms(const pd_role_core *core)
 
 static void decode_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_ns)
 {
-    (void)now_ns;
     pd_assert(core->stepping && step == &core->step);
     core->stepping = false;
     core->steps_done++;
@@ -324,28 +381,19 @@ static void decode_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_
     }
     /* The plan is free again only now: the message tells of the step that is over. */
     pd_step over = *step;
-    run_step(core);
+    run_step(core, now_ns);
     pd_token_batch_send(&core->tokens, &core->options, &core->sink, &over, queue_ms(core));
     pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);
 }
 
 /* ---- messages ---- */
 
-/* When the running sequence that is nearest to its end will be there. */
-static uint32_t retry_after_ms(const pd_role_core *core)
+/* When it may fit, by the predicted ends of those that are here. */
+static uint32_t retry_after_ms(const pd_role_core *core, uint32_t wait_steps)
 {
-    const double least_ms = 50, most_ms = 10000;
-    uint32_t left_min = UINT32_MAX;
+    const double least_ms = 50, most_ms = 10000, unknown_ms = 250;
+    double ms = wait_steps == 0 ? unknown_ms : wait_steps * step_ms(core);
 
-    for (const decode_sequence *s = core->batch.head; s != NULL; s = s->batch_next) {
-        uint32_t answered = s->tokens_count - s->answer_from;
-        uint32_t left = s->max_tokens > answered ? s->max_tokens - answered : 1;
-        left_min = left < left_min ? left : left_min;
-    }
-    if (left_min == UINT32_MAX)
-        return (uint32_t)least_ms * 2;
-    double ms = left_min * pd_cost_decode_step_ms(&core->cost, core->batch.count,
-                                                  decode_batch_context(&core->batch));
     return (uint32_t)(ms < least_ms ? least_ms : ms > most_ms ? most_ms : ms);
 }
 
@@ -362,7 +410,7 @@ static void on_all_landed(pd_role_core *core, decode_sequence *s, uint64_t now_n
     core->sink.send(core->sink.ctx, s->key.router, &message);
     if (s->started) {
         join(core, s, now_ns);
-        run_step(core);
+        run_step(core, now_ns);
     }
 }
 
@@ -385,7 +433,7 @@ static void say_lease(pd_role_core *core, const decode_sequence *s)
 }
 
 static void say_no_lease(pd_role_core *core, const pd_request_key *key, const char *id,
-                         pd_status status, const char *reason)
+                         pd_status status, const decode_refusal *refusal)
 {
     pd_message message = {.kind = PD_MSG_LEASE_REPLY};
     pd_msg_lease_reply *reply = &message.lease_reply;
@@ -393,9 +441,10 @@ static void say_no_lease(pd_role_core *core, const pd_request_key *key, const ch
     reply->key = *key;
     reply->status = status;
     if (status == PD_E_OVERLOAD)
-        reply->retry_after_ms = retry_after_ms(core);
-    snprintf(reply->reason, sizeof reply->reason, "%s", reason);
-    pd_log_req_debug(id, "msg=\"lease refused: %s\" status=%s", reason, pd_status_name(status));
+        reply->retry_after_ms = retry_after_ms(core, refusal->wait_steps);
+    snprintf(reply->reason, sizeof reply->reason, "%s", refusal->reason);
+    pd_log_req_debug(id, "msg=\"lease refused: %s\" status=%s", refusal->reason,
+                     pd_status_name(status));
     core->sink.send(core->sink.ctx, key->router, &message);
 }
 
@@ -420,30 +469,31 @@ static void say_bound(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
 }
 
 static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns,
-                       decode_sequence **sequence_out, const char **reason_out)
+                       decode_sequence **sequence_out, decode_refusal *refusal_out)
 {
     if (core->draining) {
-        *reason_out = "the worker is draining";
+        refusal_out->reason = "the worker is draining";
         return PD_E_OVERLOAD;
     }
     if (decode_senders_is_dead(&core->senders, asked->sender.incarnation)) {
         /* the router believes in a peer that is gone */
         pd_log_req_warn(asked->id, "msg=\"lease refused: its sender is gone\" sender=%s",
                         asked->sender.name);
-        *reason_out = "the sender is gone";
+        refusal_out->reason = "the sender is gone";
         return PD_E_PEER;
     }
     if (core->live >= core->admit.sequences_max) {
-        *reason_out = "as many sequences as may wait here are waiting";
+        refusal_out->reason = "as many sequences as may wait here are waiting";
         return PD_E_OVERLOAD;
     }
-    return decode_admit_promise(&core->admit, asked, now_ns, sequence_out, reason_out);
+    return decode_admit_promise(&core->admit, asked, core->sequences, step_ms(core), now_ns,
+                                sequence_out, refusal_out);
 }
 
 static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns)
 {
     decode_sequence *s = find(core, &asked->key);
-    const char *reason = "it was given up";
+    decode_refusal refusal = {.reason = "it was given up"};
 
     if (s != NULL && alive(s)) {
         say_lease(core, s);
@@ -452,10 +502,10 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
     core->counters.requests++;
     pd_status status = PD_E_NOT_FOUND;
     if (s == NULL)
-        status = lease(core, asked, now_ns, &s, &reason);
+        status = lease(core, asked, now_ns, &s, &refusal);
     if (status != PD_OK) {
         core->counters.refused++;
-        say_no_lease(core, &asked->key, asked->id, status, reason);
+        say_no_lease(core, &asked->key, asked->id, status, &refusal);
         return;
     }
     if (s->ttl_ns == 0)
@@ -467,10 +517,10 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
     core->sequences = s;
     core->live++;
     pd_log_req_debug(s->id, "msg=\"leased\" blocks=%u", s->lease->promised);
-    status = asked->bind ? bind(core, s, &reason) : PD_OK;
+    status = asked->bind ? bind(core, s, &refusal.reason) : PD_OK;
     if (status != PD_OK) {
         core->counters.refused++;
-        say_no_lease(core, &s->key, s->id, status, reason);
+        say_no_lease(core, &s->key, s->id, status, &refusal);
         release(core, s);
     } else if (asked->bind) {
         say_bound(core, s, now_ns);
@@ -482,64 +532,21 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
 static void on_bind(pd_role_core *core, const pd_msg_bind *asked, uint64_t now_ns)
 {
     decode_sequence *s = find(core, &asked->key);
-    const char *reason = "";
+    decode_refusal refusal = {.reason = "there is no lease for it"};
 
     if (s == NULL || !alive(s)) {
-        say_no_lease(core, &asked->key, "", PD_E_NOT_FOUND, "there is no lease for it");
+        say_no_lease(core, &asked->key, "", PD_E_NOT_FOUND, &refusal);
         return;
     }
     if (s->bound) {
         say_lease(core, s);
         return;
     }
-    pd_status status = bind(core, s, &reason);
+    pd_status status = bind(core, s, &refusal.reason);
     if (status == PD_OK)
         say_bound(core, s, now_ns);
     else
-        say_no_lease(core, &s->key, s->id, status, reason);
-}
-
-static const char *check_start(const pd_role_core *core, const decode_sequence *s,
-                               const pd_msg_decode_start *asked)
-{
-    uint64_t capacity = (uint64_t)asked->prompt_tokens + asked->max_tokens - 1;
-
-    if (capacity > core->options.context_max)
-        capacity = core->options.context_max;
-    if (asked->max_tokens == 0 || asked->prompt_tokens == 0 ||
-        asked->tokens_count <= asked->prompt_tokens)
-        return "an answer goes on from its first token";
-    if (asked->tokens_count <= s->prompt_tokens)
-        return "fewer tokens than have landed";
-    if (asked->tokens_count > s->capacity || capacity > s->capacity)
-        return "the answer is longer than was leased for";
-    if (asked->tokens_count - asked->prompt_tokens >= asked->max_tokens)
-        return "the answer is complete already";
-    for (uint32_t i = 0; i < asked->tokens_count; i++) {
-        if (asked->tokens[i] >= core->options.vocab)
-            return "a token id is not in the vocabulary";
-    }
-    return NULL;
-}
-
-static pd_status copy_answer(decode_sequence *s, const pd_msg_decode_start *asked)
-{
-    /* One more than has room in the KV: the last token is answered, never read back in. */
-    s->tokens_max = s->capacity + 1;
-    s->answer_memory = pd_malloc((s->tokens_max + asked->end_tokens_count) * sizeof(uint32_t));
-    if (s->answer_memory == NULL)
-        return PD_E_NOMEM;
-    s->tokens = s->answer_memory;
-    s->end_tokens = s->tokens + s->tokens_max;
-    memcpy(s->tokens, asked->tokens, asked->tokens_count * sizeof *s->tokens);
-    if (asked->end_tokens_count > 0)
-        memcpy(s->end_tokens, asked->end_tokens, asked->end_tokens_count * sizeof *s->end_tokens);
-    s->tokens_count = asked->tokens_count;
-    s->end_tokens_count = asked->end_tokens_count;
-    s->answer_from = asked->prompt_tokens;
-    s->max_tokens = asked->max_tokens;
-    s->sampling = asked->sampling;
-    return PD_OK;
+        say_no_lease(core, &s->key, s->id, status, &refusal);
 }
 
 static void on_decode_start(pd_role_core *core, const pd_msg_decode_start *asked, uint64_t now_ns)
@@ -554,12 +561,12 @@ static void on_decode_start(pd_role_core *core, const pd_msg_decode_start *asked
         pd_log_req_warn(asked->id, "msg=\"a decode was started twice; the second is ignored\"");
         return;
     }
-    const char *wrong = check_start(core, s, asked);
+    const char *wrong = decode_answer_check(&core->options, s, asked);
     if (wrong != NULL) {
         fail(core, s, PD_E_INVALID, wrong);
         return;
     }
-    if (copy_answer(s, asked) != PD_OK) {
+    if (decode_answer_begin(s, asked) != PD_OK) {
         fail(core, s, PD_E_NOMEM, "no memory for the answer");
         return;
     }
@@ -571,14 +578,15 @@ static void on_decode_start(pd_role_core *core, const pd_msg_decode_start *asked
     }
     if (s->landed) {
         join(core, s, now_ns);
-        run_step(core);
+        run_step(core, now_ns);
     }
 }
 
-static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel)
+static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t now_ns)
 {
     decode_sequence *s = find(core, &cancel->key);
 
+    pd_source_cancel(&core->source, &cancel->key, now_ns);
     if (s == NULL)
         return;
     if (alive(s)) {
@@ -589,6 +597,44 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel)
     }
     if (s != NULL && cancel->unwritten)
         sender_done(core, s, "");
+    run_step(core, now_ns); /* room may have come back */
+}
+
+static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked, uint64_t now_ns)
+{
+    pd_request_key key = asked->key;
+
+    key.epoch = asked->source_epoch;
+    decode_sequence *s = asked->source_epoch == 0 ? NULL : find(core, &key);
+    /* What is pinned can be evicted no more: promised room stays. */
+    if (asked->source_epoch == 0 && asked->blocks_count > pd_lease_room(core->leases))
+        pd_source_refuse(&core->source, asked, PD_E_OVERLOAD, "no room to hold the blocks");
+    else
+        decode_moves_request(&core->source, asked, s != NULL && alive(s) ? s : NULL, now_ns);
+}
+
+static void on_release(pd_role_core *core, const pd_msg_release *release, uint64_t now_ns)
+{
+    pd_request_key key = release->key;
+
+    if (!pd_source_release(&core->source, &key, &key.epoch) || key.epoch == 0)
+        return;
+    decode_sequence *s = find(core, &key);
+    if (s == NULL || !s->standing)
+        return;
+    core->counters.moved++;
+    pd_log_req_debug(s->id, "msg=\"has moved\" kv_tokens=%u", s->kv_tokens);
+    give_up(core, s);
+    run_step(core, now_ns);
+}
+
+static void on_audit(pd_role_core *core, uint64_t router, const pd_msg_audit *asked)
+{
+    pd_audit_begin(&core->audit, router);
+    decode_moves_audit(core->sequences, &core->audit);
+    pd_source_audit(&core->source, &core->audit);
+    pd_audit_send(&core->audit, &core->options, &core->sink, asked->serial,
+                  pd_blocks_ledger(&core->blocks));
 }
 
 /* No write of that incarnation can land any more. What it wrote in full goes on. */
@@ -611,8 +657,9 @@ static void decode_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t 
     sender_dead(core, incarnation);
 }
 
-static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer)
+static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
 {
+    pd_source_peer_gone(&core->source, peer->incarnation, now_ns);
     decode_senders_refuse(&core->senders, peer->incarnation, false);
     if (!peer->may_write) {
         sender_dead(core, peer->incarnation);
@@ -647,6 +694,9 @@ static const pd_request_key *key_of(const pd_message *message)
     case PD_MSG_BIND: return &message->bind.key;
     case PD_MSG_DECODE_START: return &message->decode_start.key;
     case PD_MSG_CANCEL: return &message->cancel.key;
+    case PD_MSG_SHIP_REQUEST: return &message->ship_request.key;
+    case PD_MSG_SHIP_AGAIN: return &message->ship_again.key;
+    case PD_MSG_RELEASE: return &message->release.key;
     default: return NULL;
     }
 }
@@ -666,9 +716,16 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     case PD_MSG_LEASE_REQUEST: on_lease_request(core, &message->lease_request, now_ns); break;
     case PD_MSG_BIND: on_bind(core, &message->bind, now_ns); break;
     case PD_MSG_DECODE_START: on_decode_start(core, &message->decode_start, now_ns); break;
-    case PD_MSG_CANCEL: on_cancel(core, &message->cancel); break;
+    case PD_MSG_CANCEL: on_cancel(core, &message->cancel, now_ns); break;
+    case PD_MSG_SHIP_REQUEST: on_ship_request(core, &message->ship_request, now_ns); break;
+    case PD_MSG_SHIP_AGAIN:
+        if (!pd_source_again(&core->source, &message->ship_again, now_ns))
+            pd_source_unknown(&core->source, &message->ship_again.key);
+        break;
+    case PD_MSG_RELEASE: on_release(core, &message->release, now_ns); break;
+    case PD_MSG_AUDIT: on_audit(core, router, &message->audit); break;
     case PD_MSG_PEER_UP: decode_senders_welcome(&core->senders, &message->peer_up); break;
-    case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone); break;
+    case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:
     case PD_MSG_ROUTER_HEARTBEAT: on_heartbeat(core, router, now_ns); break;
     case PD_MSG_SNAPSHOT_REQUEST:
@@ -743,8 +800,15 @@ static void decode_on_transfer(pd_role_core *core, const pd_transfer_event *even
     uint64_t seals[PD_NOTICE_BLOCKS_MAX];
     pd_notice notice;
 
-    if (event->kind != PD_TRANSFER_NOTICE)
+    if (event->kind == PD_TRANSFER_SENT) {
+        pd_source_on_sent(&core->source, event, now_ns);
+        run_step(core, now_ns); /* room may have come back */
         return;
+    }
+    if (event->kind != PD_TRANSFER_NOTICE) {
+        pd_source_on_link(&core->source, event, now_ns);
+        return;
+    }
     if (pd_notice_unpack(event->notice, event->notice_len, seals, &notice) != PD_OK) {
         core->counters.notices_ignored++;
         pd_log_warn("msg=\"bytes that are no notice came on the data plane\" bytes=%zu",
@@ -759,6 +823,27 @@ static void decode_on_transfer(pd_role_core *core, const pd_transfer_event *even
 
 /* ---- time ---- */
 
+/* Those that stand: the word to their routers, and the end of one that nobody decides on. */
+static void tend_standing(pd_role_core *core, uint64_t now_ns)
+{
+    decode_sequence *s;
+
+    for (s = core->sequences; core->room.standing > 0 && s != NULL; s = s->next) {
+        if (!s->moving || pd_source_moves(&core->source, &s->key))
+            continue;
+        s->moving = false; /* it was not to be: its router has as long again */
+        s->stood_ns = now_ns;
+    }
+    while ((s = decode_room_next_told(core->sequences, now_ns)) != NULL) {
+        core->counters.suspended++;
+        pd_log_req_info(s->id, "msg=\"suspended for want of KV blocks\" blocks=%u room=%u",
+                        s->lease->blocks_count, pd_lease_room(core->leases));
+        decode_moves_say_suspended(&core->sink, s);
+    }
+    while ((s = decode_room_next_overdue(core->sequences, now_ns)) != NULL)
+        fail(core, s, PD_E_OVERLOAD, "no room for its KV blocks, and it was not moved");
+}
+
 static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
 {
     uint64_t router;
@@ -772,6 +857,7 @@ static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
         pd_log_warn("msg=\"a router is lost; its sequences are dropped\" router=%016llx",
                     (unsigned long long)router);
         core->counters.routers_lost++;
+        pd_source_end_all(&core->source, router, "its router is lost", now_ns);
         for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
             next = s->next;
             if (s->key.router == router && alive(s)) {
@@ -795,7 +881,10 @@ static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
         }
     }
     pd_land_retry(&core->lander);
-    run_step(core);
+    tend_standing(core, now_ns);
+    pd_source_tell_lost(&core->source, &core->routers, now_ns);
+    pd_source_tick(&core->source, now_ns);
+    run_step(core, now_ns);
     pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);
     pd_blocks_tick(&core->blocks);
 }
@@ -807,7 +896,7 @@ static void decode_drain(pd_role_core *core)
 
 static void decode_cancel_all(pd_role_core *core, uint64_t now_ns)
 {
-    (void)now_ns;
+    pd_source_end_all(&core->source, 0, "the worker is leaving", now_ns);
     for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
         next = s->next;
         if (alive(s))
@@ -819,7 +908,7 @@ static void decode_cancel_all(pd_role_core *core, uint64_t now_ns)
 
 static bool decode_idle(const pd_role_core *core)
 {
-    return core->live == 0 && !core->stepping;
+    return core->live == 0 && !core->stepping && pd_source_idle(&core->source);
 }
 
 static pd_ledger decode_ledger(const pd_role_core *core)
@@ -844,7 +933,10 @@ static void decode_heartbeat(const pd_role_core *core, pd_msg_heartbeat *heartbe
 
 static pd_role_counters decode_counters(const pd_role_core *core)
 {
-    return core->counters;
+    pd_role_counters counters = core->counters;
+
+    counters.stalled = core->room.stalled;
+    return counters;
 }
 
 static const pd_cost *decode_cost(const pd_role_core *core)

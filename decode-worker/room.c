@@ -225,6 +225,7 @@ static void grow(decode_room *room, decode_sequence *s, uint32_t spare)
     uint32_t need = blocks - s->lease->blocks_count;
     if (need > pd_lease_room(room->leases)) {
         s->stalled = true;
+        room->stalled++;
         return;
     }
     if (spare > need + GROW_RUN && blocks + GROW_RUN - 1 <= most)

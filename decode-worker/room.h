@@ -21,6 +21,7 @@ typedef struct decode_room {
     uint32_t loads_max;
     uint64_t order_next;
     uint32_t standing; /* sequences that gave way */
+    uint64_t stalled;  /* counts who found no block for its next token, each time */
 } decode_room;
 
 /* loads_max: of the leases that are not quarantined. Errors: PD_E_NOMEM. */

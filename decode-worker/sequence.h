@@ -47,8 +47,9 @@ typedef struct decode_sequence {
     uint64_t landing_deadline_ns;
     uint64_t ready_ns;
     bool in_batch, in_step;
-    bool ending; /* given up as soon as the step under way is over */
-    bool solo;   /* was in a failed step: stepped alone, to find who is at fault */
+    bool answer_ended; /* by itself, with an end token */
+    bool ending;       /* given up as soon as the step under way is over */
+    bool solo;         /* was in a failed step: stepped alone, to find who is at fault */
     struct decode_sequence *batch_prev, *batch_next;
 
     /* room: growth, and giving way to others */

@@ -362,6 +362,14 @@ pd_status pd_prefix_cache_acquire(pd_prefix_cache *cache, const pd_hash128 *hash
     return PD_OK;
 }
 
+void pd_prefix_cache_share(pd_prefix_cache *cache, const pd_block *blocks, uint32_t count,
+                           pd_claim claim)
+{
+    pd_assert(claim != PD_CLAIM_QUARANTINED);
+    for (uint32_t i = 0; i < count; i++)
+        pd_kv_pool_claim(cache->pool, blocks[i], claim); /* claimed already: the tree knows */
+}
+
 void pd_prefix_cache_move(pd_prefix_cache *cache, const pd_block *blocks, uint32_t count,
                           pd_claim from, pd_claim to)
 {

@@ -48,6 +48,9 @@ PD_CHECKED pd_status pd_prefix_cache_acquire(pd_prefix_cache *cache, const pd_ha
                                              uint32_t hashes_count, uint32_t blocks_count,
                                              pd_claim claim, pd_block *blocks_out,
                                              uint32_t *held_out);
+/* Claims blocks that the caller has a claim on once more, so that they stay when that one ends. */
+void pd_prefix_cache_share(pd_prefix_cache *cache, const pd_block *blocks, uint32_t count,
+                           pd_claim claim);
 /* Changes claims of the caller's from one kind to another. No cached block may be quarantined. */
 void pd_prefix_cache_move(pd_prefix_cache *cache, const pd_block *blocks, uint32_t count,
                           pd_claim from, pd_claim to);

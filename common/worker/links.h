@@ -1,8 +1,10 @@
 #pragma once
 
-/* common/worker/links.h - data links to decode workers, as the deciding part sees them.
+/* common/worker/links.h - data links to those that this worker writes to, as the deciding part sees
+ * them.
  *
- * A link belongs to one incarnation of a decode worker. It is asked for by a router's PEER_UP, and
+ * A link belongs to one incarnation of a worker. It is asked for by a router's PEER_UP (decode
+ * workers), or made on demand for a shipment of what is held already (common/worker/source). It
  * ends by PEER_GONE, by the same name with another incarnation, or by its failure; then its place
  * is free once the transfer has closed it. Pure. One thread. */
 
@@ -23,7 +25,10 @@ typedef struct pd_link {
     uint64_t incarnation;
     uint64_t tag; /* never used twice */
     pd_peer peer;
-    bool close_owed; /* closing, but the step under way still names peer */
+    bool
+        on_demand; /* made for a PD_MSG_SHIP_REQUEST, and closed when idle (common/worker/source) */
+    uint64_t used_ns; /* on demand: since when nothing was written by it */
+    bool close_owed;  /* closing, but the step under way still names peer */
     char lane[64];
     size_t address_len;
     unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX]; /* while waiting */

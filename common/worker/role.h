@@ -69,6 +69,9 @@ typedef struct pd_role_counters {
     uint64_t notices_ignored; /* late, duplicate, of another incarnation or ill-fitting */
     uint64_t blocks_shipped, bytes_shipped;
     uint64_t routers_lost;
+    uint64_t suspended; /* sequences whose router was told that there is no room for them */
+    uint64_t moved;     /* of these, released after their blocks were shipped */
+    uint64_t stalled;   /* sequences left out of a step for want of a block, each time */
 } pd_role_counters;
 
 typedef struct pd_role_ops {

@@ -46,7 +46,7 @@ static world *leased(void)
     pd_message message = {.kind = PD_MSG_BIND};
     message.bind.key = the_key;
     world_to(w, &w->decode, &message);
-    assert_int_equal(ledger(w).leased, 4); /* 49 tokens */
+    assert_int_equal(ledger(w).leased, 3); /* what lands */
     w->letters_count = 0;                  /* the replies are lost: the prefill never begins */
     return w;
 }
@@ -150,12 +150,12 @@ static void a_cancelled_landing_waits_for_the_senders_last_word(void **state)
 
     to_decode(w, &notice);
     cancel(w);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     world_tick(w, 500); /* time takes nothing back */
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     notice = fitting(w, 0);
     to_decode(w, &notice);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     notice = fitting(w, 2); /* the last of it */
     to_decode(w, &notice);
     assert_int_equal(ledger(w).quarantined, 0);
@@ -171,10 +171,10 @@ static void an_abort_ends_a_quarantine(void **state)
 
     notice.kind = PD_NOTICE_ABORT;
     cancel(w);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     notice.sender++; /* not of who may write */
     to_decode(w, &notice);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     notice.sender--;
     to_decode(w, &notice);
     assert_int_equal(ledger(w).quarantined, 0);
@@ -192,7 +192,7 @@ static void an_abort_of_everything_of_a_router_ends_its_landings(void **state)
     notice.kind = PD_NOTICE_ABORT;
     notice.key = (pd_request_key){.router = WORLD_ROUTER + 1};
     to_decode(w, &notice);
-    assert_int_equal(ledger(w).leased, 4);
+    assert_int_equal(ledger(w).leased, 3);
     notice.key.router = WORLD_ROUTER;
     to_decode(w, &notice);
     done(w);
@@ -207,7 +207,7 @@ static void a_dead_sender_ends_a_quarantine_and_gets_no_lease(void **state)
     cancel(w);
     message.peer_gone.incarnation = w->prefill.options.incarnation + 100;
     world_to(w, &w->decode, &message);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     message.peer_gone.incarnation = w->prefill.options.incarnation;
     world_to(w, &w->decode, &message);
     assert_int_equal(ledger(w).quarantined, 0);
@@ -241,7 +241,7 @@ static void what_a_stopped_sender_may_write_into_stays_taken_until_it_is_dead(vo
         message.peer_gone.incarnation = sender;
         message.peer_gone.may_write = true;
         world_to(w, &w->decode, &message);
-        assert_int_equal(ledger(w).quarantined, 4);
+        assert_int_equal(ledger(w).quarantined, 3);
         assert_int_equal(w->letters_count, started); /* who waits for it hears at once */
         if (started)
             assert_int_equal(w->letters[0].message.decode_failed.status, PD_E_PEER);
@@ -249,7 +249,7 @@ static void what_a_stopped_sender_may_write_into_stays_taken_until_it_is_dead(vo
         to_decode(w, &notice);
         message.peer_gone.may_write = true;
         world_to(w, &w->decode, &message);
-        assert_int_equal(ledger(w).quarantined, 4);
+        assert_int_equal(ledger(w).quarantined, 3);
         w->decode.ops->peer_dead(w->decode.core, sender, w->now_ns);
         assert_int_equal(ledger(w).quarantined, 0);
         w->letters_count = 0;
@@ -287,7 +287,7 @@ static void a_sender_that_is_announced_again_gets_leases_unless_its_process_has_
         assert_int_equal(lease_status(w), PD_E_PEER);
         up.peer_up.incarnation = sender;
         world_to(w, &w->decode, &up);
-        assert_int_equal(ledger(w).quarantined, may_write ? 4 : 0);
+        assert_int_equal(ledger(w).quarantined, may_write ? 3 : 0);
         assert_int_equal(lease_status(w), PD_OK);
         w->decode.ops->peer_dead(w->decode.core, sender, w->now_ns);
         world_to(w, &w->decode, &up);
@@ -304,7 +304,7 @@ static void a_lease_that_is_not_renewed_runs_out(void **state)
 
     for (int i = 0; i < 10; i++)
         world_tick(w, 400); /* with heartbeats */
-    assert_int_equal(ledger(w).leased, 4);
+    assert_int_equal(ledger(w).leased, 3);
     w->router_silent = true;
     world_tick(w, 400);
     world_tick(w, 400);
@@ -323,7 +323,7 @@ static void a_cancel_of_what_never_came_frees_what_was_leased_for_it(void **stat
     pd_message message = {.kind = PD_MSG_CANCEL};
 
     cancel(w);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     message.cancel.key = the_key;
     world_to(w, &w->prefill, &message); /* it never had the request */
     while (world_turn(w)) {
@@ -370,7 +370,7 @@ static void a_start_without_a_lease_is_answered(void **state)
     world_to(w, &w->decode, &message);
     assert_int_equal(w->letters_count, 2);
     assert_int_equal(w->letters[1].message.decode_failed.status, PD_E_INVALID);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     pd_notice notice = fitting(w, 0);
     notice.kind = PD_NOTICE_ABORT;
     to_decode(w, &notice);
@@ -413,7 +413,7 @@ static void blocks_that_never_come_fail_the_request(void **state)
     world_tick(w, 1);
     assert_int_equal(w->letters_count, WORLD_GROUPS + 1);
     assert_int_equal(w->letters[WORLD_GROUPS].message.decode_failed.status, PD_E_TIMEOUT);
-    assert_int_equal(ledger(w).quarantined, 4);
+    assert_int_equal(ledger(w).quarantined, 3);
     notice.kind = PD_NOTICE_ABORT;
     to_decode(w, &notice);
     done(w);
@@ -427,7 +427,7 @@ static void a_foreign_key_is_not_believed(void **state)
 
     message.cancel.key = the_key;
     w->decode.ops->on_message(w->decode.core, WORLD_ROUTER + 1, &message, w->now_ns);
-    assert_int_equal(ledger(w).leased, 4);
+    assert_int_equal(ledger(w).leased, 3);
     cancel(w);
     pd_notice notice = fitting(w, 0);
     notice.kind = PD_NOTICE_ABORT;
