@@ -5,7 +5,7 @@
 
 #include "common/worker/blocks.h"
 #include "common/worker/key_table.h"
-#include "common/worker/last_words.h"
+#include "common/worker/source.h"
 #include "common/worker/token_batch.h"
 #include "prefill-worker/pull.h"
 
@@ -30,5 +30,7 @@ struct pd_role_core {
     uint64_t steps_done;
     pd_last_words words;
     prefill_pulls pulls;
+    pd_source source; /* of blocks that others ask for */
+    pd_audit audit;
     pd_role_counters counters;
 };

@@ -20,7 +20,7 @@ static void say_link(pd_role_core *core, uint64_t router, const pd_link *link, b
 
 static void say_link_to_all(pd_role_core *core, const pd_link *link, bool up, const char *reason)
 {
-    for (uint32_t i = 0; i < PD_ROUTERS_MAX; i++) {
+    for (uint32_t i = 0; i < PD_ROUTERS_MAX && !link->on_demand; i++) {
         const pd_router_seen *router = &core->routers.entries[i];
         if (router->router != 0 && !router->lost)
             say_link(core, router->router, link, up, reason);
@@ -44,18 +44,26 @@ static void drop_link(pd_role_core *core, pd_link *link, const char *reason, uin
     pd_log_info("msg=\"link closed: %s\" peer=%s", reason, link->name);
     pd_links_close(&core->links, link);
     fail_link_requests(core, tag, reason, now_ns);
+    pd_source_link_down(&core->source, tag, reason, now_ns);
 }
 
-static void connect_link(pd_role_core *core, pd_link *link)
+void prefill_peers_drop(void *ctx, pd_link *link, const char *reason, uint64_t now_ns)
+{
+    say_link_to_all(ctx, link, false, reason);
+    drop_link(ctx, link, reason, now_ns);
+}
+
+static void connect_link(pd_role_core *core, pd_link *link, uint64_t now_ns)
 {
     pd_link before = *link;
     pd_status status = pd_links_connect(&core->links, link);
 
     if (status == PD_OK || status == PD_E_OVERLOAD)
         return;
-    pd_log_warn("msg=\"cannot connect to a decode worker\" peer=%s status=%s", before.name,
+    pd_log_warn("msg=\"cannot connect to a worker\" peer=%s status=%s", before.name,
                 pd_status_name(status));
     say_link_to_all(core, &before, false, "its address was refused");
+    pd_source_link_down(&core->source, before.tag, "its address was refused", now_ns);
 }
 
 void prefill_peers_up(pd_role_core *core, uint64_t router, const pd_msg_peer_up *peer,
@@ -65,6 +73,7 @@ void prefill_peers_up(pd_role_core *core, uint64_t router, const pd_msg_peer_up 
         return;
     pd_link *link = pd_links_by_incarnation(&core->links, peer->incarnation);
     if (link != NULL) {
+        link->on_demand = false;
         if (link->state == PD_LINK_UP)
             say_link(core, router, link, true, "");
         return;
@@ -78,7 +87,7 @@ void prefill_peers_up(pd_role_core *core, uint64_t router, const pd_msg_peer_up 
                     peer->transfer_address_len);
         return;
     }
-    connect_link(core, link);
+    connect_link(core, link, now_ns);
 }
 
 void prefill_peers_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
@@ -135,6 +144,7 @@ void prefill_peers_on_link(pd_role_core *core, const pd_transfer_event *event, u
         pd_log_info("msg=\"link up\" peer=%s lane=%s", link->name, link->lane);
         pd_last_words_pay(&core->words, link);
         say_link_to_all(core, link, true, "");
+        pd_source_link_up(&core->source, now_ns);
     } else if (event->kind == PD_TRANSFER_PEER_DOWN && link->state != PD_LINK_CLOSING) {
         say_link_to_all(core, link, false, "the connection failed");
         drop_link(core, link, "the connection failed", now_ns);
@@ -148,6 +158,7 @@ void prefill_peers_on_link(pd_role_core *core, const pd_transfer_event *event, u
             r->unclosed = event->status != PD_OK && r->posted > 0;
             prefill_settle(core, r);
         }
+        pd_source_link_closed(&core->source, tag, event->status);
     }
 }
 
@@ -174,6 +185,6 @@ void prefill_peers_tick(pd_role_core *core, uint64_t now_ns)
         ;
     for (uint32_t i = 0; i < core->links.count; i++) {
         if (core->links.links[i].state == PD_LINK_WAITING)
-            connect_link(core, &core->links.links[i]);
+            connect_link(core, &core->links.links[i], now_ns);
     }
 }

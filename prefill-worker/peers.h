@@ -1,6 +1,7 @@
 #pragma once
 
-/* prefill-worker/peers.h - links to decode workers, and what comes back by them. One thread. */
+/* prefill-worker/peers.h - links to decode workers, and what comes back by them. Those made on
+ * demand (common/worker/source) are nobody's business but this worker's. One thread. */
 
 #include "prefill-worker/core.h"
 
@@ -12,5 +13,7 @@ void prefill_peers_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64
 void prefill_peers_sent(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns);
 /* A link came up, broke or was closed. */
 void prefill_peers_on_link(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns);
+/* As pd_source_options.drop_link; ctx: the core. */
+void prefill_peers_drop(void *ctx, pd_link *link, const char *reason, uint64_t now_ns);
 /* Stuck links are closed, waiting ones tried again. */
 void prefill_peers_tick(pd_role_core *core, uint64_t now_ns);

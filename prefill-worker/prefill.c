@@ -30,6 +30,22 @@ static pd_status check_options(const pd_role_options *options)
     return PD_OK;
 }
 
+/* As a sender of what it holds already; and what it can say of all that it holds. */
+static pd_status make_source(pd_role_core *core, uint32_t requests_max)
+{
+    pd_source_init(&core->source, &(pd_source_options){.role = &core->options,
+                                                       .sink = &core->sink,
+                                                       .blocks = &core->blocks,
+                                                       .links = &core->links,
+                                                       .words = &core->words,
+                                                       .cost = &core->cost,
+                                                       .counters = &core->counters,
+                                                       .ships_max = requests_max,
+                                                       .drop_link = prefill_peers_drop,
+                                                       .ctx = core});
+    return pd_audit_init(&core->audit, requests_max * 2, 1);
+}
+
 static pd_status prefill_create(const pd_role_options *options, const pd_role_sink *sink,
                                 pd_role_core **core_out)
 {
@@ -65,6 +81,8 @@ static pd_status prefill_create(const pd_role_options *options, const pd_role_si
         status = pd_key_table_create(requests_max, &core->by_ticket);
     if (status == PD_OK)
         status = pd_token_batch_init(&core->tokens, options->max_batch);
+    if (status == PD_OK)
+        status = make_source(core, requests_max);
     if (status != PD_OK) {
         prefill_destroy(core);
         return status;
@@ -83,6 +101,8 @@ static void prefill_destroy(pd_role_core *core)
         prefill_request_free(r);
     }
     pd_token_batch_fini(&core->tokens);
+    pd_source_fini(&core->source);
+    pd_audit_fini(&core->audit);
     pd_key_table_destroy(core->by_key);
     pd_key_table_destroy(core->by_ticket);
     pd_links_fini(&core->links);
@@ -191,9 +211,12 @@ static void on_targets(pd_role_core *core, const pd_msg_targets *targets, uint64
 static void on_release(pd_role_core *core, const pd_msg_release *release)
 {
     prefill_request *r = pd_key_table_get(core->by_key, &release->key);
+    uint32_t source_epoch;
 
-    if (r == NULL)
+    if (r == NULL) {
+        pd_source_release(&core->source, &release->key, &source_epoch);
         return;
+    }
     r->released = true;
     prefill_settle(core, r);
 }
@@ -203,6 +226,8 @@ static void on_ship_again(pd_role_core *core, const pd_msg_ship_again *asked, ui
     prefill_request *r = pd_key_table_get(core->by_key, &asked->key);
     pd_status status;
 
+    if (r == NULL && pd_source_again(&core->source, asked, now_ns))
+        return;
     if (r == NULL) {
         prefill_request unknown = {.key = asked->key, .again = 1, .status = PD_E_NOT_FOUND};
         unknown.reason = "its copies are gone";
@@ -227,11 +252,34 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
 
     if (r != NULL)
         prefill_end_early(core, r, PD_E_CANCELLED, "cancelled", now_ns);
-    else /* leased for, perhaps, and never asked of us */
+    else if (!pd_source_cancel(&core->source, &cancel->key, now_ns))
+        /* leased for, perhaps, and never asked of us */
         pd_last_words_everywhere(&core->words, &cancel->key);
     if (cancel->unwritten)
         prefill_pull_unwritten(&core->pulls, &cancel->key);
     prefill_run_step(core, now_ns);
+}
+
+static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked, uint64_t now_ns)
+{
+    if (asked->source_epoch == 0)
+        pd_source_request(&core->source, asked, NULL, now_ns);
+    else
+        pd_source_refuse(&core->source, asked, PD_E_NOT_FOUND, "no sequence runs here");
+}
+
+static void on_audit(pd_role_core *core, uint64_t router, const pd_msg_audit *asked)
+{
+    pd_audit_begin(&core->audit, router);
+    for (const prefill_request *r = core->head; r != NULL; r = r->next) {
+        pd_audit_state state = r->computed       ? PD_AUDIT_HOLDING
+                               : r->item.started ? PD_AUDIT_COMPUTING
+                                                 : PD_AUDIT_WAITING;
+        pd_audit_add(&core->audit, &r->key, state, r->item.started ? r->blocks_count : 0);
+    }
+    pd_source_audit(&core->source, &core->audit);
+    pd_audit_send(&core->audit, &core->options, &core->sink, asked->serial,
+                  pd_blocks_ledger(&core->blocks));
 }
 
 static const pd_request_key *key_of(const pd_message *message)
@@ -243,6 +291,7 @@ static const pd_request_key *key_of(const pd_message *message)
     case PD_MSG_SHIP_AGAIN: return &message->ship_again.key;
     case PD_MSG_CANCEL: return &message->cancel.key;
     case PD_MSG_PULL_END: return &message->pull_end.key;
+    case PD_MSG_SHIP_REQUEST: return &message->ship_request.key;
     default: return NULL;
     }
 }
@@ -268,6 +317,8 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
         prefill_pull_ended(&core->pulls, &message->pull_end);
         prefill_run_step(core, now_ns);
         break;
+    case PD_MSG_SHIP_REQUEST: on_ship_request(core, &message->ship_request, now_ns); break;
+    case PD_MSG_AUDIT: on_audit(core, router, &message->audit); break;
     case PD_MSG_PEER_UP: prefill_peers_up(core, router, &message->peer_up, now_ns); break;
     case PD_MSG_PEER_GONE: prefill_peers_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_SNAPSHOT_REQUEST:
@@ -307,7 +358,8 @@ static void prefill_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t
 static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns)
 {
     if (event->kind == PD_TRANSFER_SENT) {
-        prefill_peers_sent(core, event, now_ns);
+        if (!pd_source_on_sent(&core->source, event, now_ns))
+            prefill_peers_sent(core, event, now_ns);
         prefill_ship_what_waited(core, now_ns);
     } else if (event->kind == PD_TRANSFER_NOTICE) {
         on_notice(core, event);
@@ -324,6 +376,7 @@ static void lose_router(pd_role_core *core, uint64_t router, uint64_t now_ns)
     pd_log_warn("msg=\"a router is lost; its requests are cancelled\" router=%016llx",
                 (unsigned long long)router);
     core->counters.routers_lost++;
+    pd_source_end_all(&core->source, router, "its router is lost", now_ns);
     for (prefill_request *r = core->head, *next; r != NULL; r = next) {
         next = r->next;
         if (r->key.router == router)
@@ -340,7 +393,7 @@ static void say_router_lost(pd_role_core *core, uint64_t now_ns)
 
     for (uint32_t i = 0; i < PD_ROUTERS_MAX; i++) {
         pd_router_seen *router = &core->routers.entries[i];
-        bool under_way = false;
+        bool under_way = pd_source_serves(&core->source, router->router);
         if (router->router == 0 || !router->lost || router->said_count >= TIMES ||
             (router->said_count > 0 && now_ns < router->said_ns + core->options.lost_after_ns))
             continue;
@@ -373,6 +426,7 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
     }
     prefill_peers_tick(core, now_ns);
     prefill_pulls_tick(&core->pulls, now_ns);
+    pd_source_tick(&core->source, now_ns);
     prefill_ship_what_waited(core, now_ns);
     say_router_lost(core, now_ns);
     prefill_run_step(core, now_ns);
@@ -387,6 +441,7 @@ static void prefill_drain(pd_role_core *core)
 
 static void prefill_cancel_all(pd_role_core *core, uint64_t now_ns)
 {
+    pd_source_end_all(&core->source, 0, "the worker is leaving", now_ns);
     for (prefill_request *r = core->head, *next; r != NULL; r = next) {
         next = r->next;
         prefill_end_early(core, r, PD_E_CANCELLED, "the worker is leaving", now_ns);
@@ -397,7 +452,7 @@ static void prefill_cancel_all(pd_role_core *core, uint64_t now_ns)
 
 static bool prefill_idle(const pd_role_core *core)
 {
-    return core->head == NULL && !core->stepping;
+    return core->head == NULL && !core->stepping && pd_source_idle(&core->source);
 }
 
 static pd_ledger prefill_ledger(const pd_role_core *core)
