@@ -208,6 +208,7 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
         .incarnation = setup->incarnation,
         .peers_max = PD_WORKER_PEERS_MAX,
         .seals = setup->deployment.transfer.seals,
+        .tiles = setup->tiles,
     };
     status = pd_ship_create(&shipper, &setup->shipper);
     if (status != PD_OK) {
