@@ -1,7 +1,170 @@
 #include "common/kv/seal.h"
+#include "common/base/mem.h"
+#include "common/kv/tile_sum.h"
 
-/* Large enough for XXH3's fast path, small enough that a GPU has many in flight. */
+#include <string.h>
+
+/* Large enough that the keyed part weighs little, small enough that a GPU has many in flight. */
 #define TILE_BYTES 1024
+_Static_assert(TILE_BYTES == 8 * PD_TILE_WORDS, "a tile of whole tokens has a key for every word");
+
+/* How the tiles of a layout lie. A unit is one layer and head of a block: the pool is an array of
+ * them, and so are the tables. */
+typedef struct tiling {
+    uint32_t tokens;    /* of a tile */
+    uint32_t tiles;     /* of a half; the last may have fewer tokens */
+    uint32_t row_words; /* of a token; the last may be part of one, then zeros fill it */
+} tiling;
+
+struct pd_seal_tiles {
+    pd_kv_layout layout;
+    tiling tiling;
+    uint64_t units;
+    uint16_t *covered; /* [units] tokens */
+    uint64_t *sums;    /* [units][k, v][tiling.tiles], each over the covered tokens of its tile */
+};
+
+static tiling tiling_of(const pd_kv_layout *layout)
+{
+    tiling t = {.row_words = (uint32_t)((layout->token_bytes + 7) / 8)};
+
+    t.tokens = PD_TILE_WORDS / t.row_words;
+    t.tokens = t.tokens < 1 ? 1 : t.tokens > layout->block_tokens ? layout->block_tokens : t.tokens;
+    t.tiles = (layout->block_tokens + t.tokens - 1) / t.tokens;
+    return t;
+}
+
+static uint32_t min_of(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* ---- a tile's content ---- */
+
+/* A token of more than 1 KiB: its parts of 1 KiB count 1, 3, 5, ... times. */
+static uint64_t sum_long_row(const unsigned char *row, uint64_t words)
+{
+    uint64_t sum = 0, factor = 1;
+
+    for (uint64_t at = 0; at < words; at += PD_TILE_WORDS, factor += 2) {
+        uint64_t some = words - at < PD_TILE_WORDS ? words - at : PD_TILE_WORDS;
+        sum += factor * pd_tile_sum(row + 8 * at, (uint32_t)some, 0);
+    }
+    return sum;
+}
+
+/* The last word of a token, when a word is more than what is left. */
+static uint64_t sum_odd_end(const unsigned char *end, uint64_t bytes, uint64_t word)
+{
+    uint64_t last = 0;
+
+    memcpy(&last, end, bytes);
+    return (2 * (word / PD_TILE_WORDS) + 1) * pd_tile_sum(&last, 1, word % PD_TILE_WORDS);
+}
+
+/* Tokens [row, row + rows) of a tile, which lie at bytes. */
+static uint64_t sum_rows(const pd_kv_layout *layout, const tiling *t, const unsigned char *bytes,
+                         uint32_t row, uint32_t rows)
+{
+    uint64_t sum = 0, whole = layout->token_bytes / 8, odd = layout->token_bytes % 8;
+
+    if (odd == 0 && t->row_words <= PD_TILE_WORDS)
+        return pd_tile_sum(bytes, rows * t->row_words, row * t->row_words);
+    for (uint32_t end = row + rows; row < end; row++, bytes += layout->token_bytes) {
+        if (t->row_words > PD_TILE_WORDS)
+            sum += sum_long_row(bytes, whole);
+        else
+            sum += pd_tile_sum(bytes, (uint32_t)whole, row * t->row_words);
+        if (odd != 0)
+            sum += sum_odd_end(bytes + 8 * whole, odd, (uint64_t)row * t->row_words + whole);
+    }
+    return sum;
+}
+
+static uint64_t sum_tile(const pd_kv_layout *layout, const tiling *t, const unsigned char *half,
+                         uint32_t tile, uint32_t rows)
+{
+    return sum_rows(layout, t, half + (uint64_t)tile * t->tokens * layout->token_bytes, 0, rows);
+}
+
+/* ---- the table ---- */
+
+pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles_out)
+{
+    pd_seal_tiles *tiles = pd_calloc(1, sizeof *tiles);
+
+    if (tiles == NULL)
+        return PD_E_NOMEM;
+    tiles->layout = *layout;
+    tiles->tiling = tiling_of(layout);
+    tiles->units = layout->pool_bytes / layout->layer_bytes;
+    tiles->covered = pd_calloc(tiles->units, sizeof *tiles->covered);
+    tiles->sums = pd_calloc(tiles->units * 2 * tiles->tiling.tiles, sizeof *tiles->sums);
+    if (tiles->covered == NULL || tiles->sums == NULL) {
+        pd_seal_tiles_destroy(tiles);
+        return PD_E_NOMEM;
+    }
+    *tiles_out = tiles;
+    return PD_OK;
+}
+
+void pd_seal_tiles_destroy(pd_seal_tiles *tiles)
+{
+    if (tiles == NULL)
+        return;
+    pd_free(tiles->covered);
+    pd_free(tiles->sums);
+    pd_free(tiles);
+}
+
+uint64_t pd_seal_tiles_bytes(const pd_seal_tiles *tiles)
+{
+    return tiles->units *
+           (sizeof *tiles->covered + 2 * (uint64_t)tiles->tiling.tiles * sizeof *tiles->sums);
+}
+
+static uint64_t *sums_of(const pd_seal_tiles *tiles, uint64_t unit, uint32_t half)
+{
+    return tiles->sums + (2 * unit + half) * tiles->tiling.tiles;
+}
+
+uint32_t pd_seal_tiles_covered(const pd_seal_tiles *tiles, uint32_t layer, pd_block block,
+                               uint32_t head)
+{
+    uint64_t offset = pd_kv_layout_k_offset(&tiles->layout, layer, block, head);
+
+    return tiles->covered[offset / tiles->layout.layer_bytes];
+}
+
+void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer, pd_block block,
+                         uint32_t head, uint32_t from, uint32_t to)
+{
+    const pd_kv_layout *layout = &tiles->layout;
+    const tiling *t = &tiles->tiling;
+    uint64_t offset = pd_kv_layout_k_offset(layout, layer, block, head);
+    uint64_t unit = offset / layout->layer_bytes;
+    uint32_t covered = tiles->covered[unit];
+
+    pd_assert(from < to && to <= layout->block_tokens);
+    if (from > covered)
+        return;
+    for (uint32_t half = 0; half < 2; half++) {
+        const unsigned char *bytes =
+            (const unsigned char *)pool + offset + half * layout->half_bytes;
+        uint64_t *sums = sums_of(tiles, unit, half);
+        for (uint32_t tile = from / t->tokens; tile * t->tokens < to; tile++) {
+            uint32_t start = tile * t->tokens, rows = min_of(t->tokens, to - start);
+            if (from > start && from == covered)
+                sums[tile] += sum_rows(layout, t, bytes + from * layout->token_bytes, from - start,
+                                       start + rows - from);
+            else
+                sums[tile] = sum_tile(layout, t, bytes, tile, rows);
+        }
+    }
+    tiles->covered[unit] = (uint16_t)to;
+}
+
+/* ---- seals ---- */
 
 static uint64_t place_key(const pd_seal_place *place)
 {
@@ -12,40 +175,99 @@ static uint64_t place_key(const pd_seal_place *place)
     return pd_hash64(fields, sizeof fields, 0x5ea1);
 }
 
-/* One half (k or v) of one layer of one head: [valid tokens][head_dim], contiguous. */
-static uint64_t seal_half(const unsigned char *bytes, uint64_t len, uint64_t key)
+/* What a walk over the tiles of a head range has, whatever it does with them. */
+typedef struct walk {
+    const pd_kv_layout *layout;
+    tiling tiling;
+    const unsigned char *bytes; /* of the block's group */
+    uint64_t unit_first;        /* of the block's group */
+    uint32_t layers, valid_tokens, head_first;
+    uint64_t key;
+    const pd_seal_tiles *known; /* NULL: nothing is */
+    pd_seal_tiles *learn;       /* NULL: hashes are not kept */
+} walk;
+
+static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block,
+                    const pd_seal_place *place)
 {
-    uint64_t sum = 0;
-    for (uint64_t at = 0; at < len; at += TILE_BYTES) {
-        uint64_t tile_len = len - at < TILE_BYTES ? len - at : TILE_BYTES;
-        /* the key goes in after the hash: a seeded XXH3 would make a new secret for each tile.
-         * Mixed once more, so that equal tiles at two places do not cancel out in differences. */
-        sum += pd_mix64(pd_hash64(bytes + at, tile_len, 0) ^ pd_mix64(key + at));
+    uint64_t offset = pd_kv_layout_block_offset(layout, place->group, block);
+
+    pd_assert(place->valid_tokens > 0 && place->valid_tokens <= layout->block_tokens);
+    return (walk){
+        .layout = layout,
+        .tiling = tiling_of(layout),
+        .bytes = (const unsigned char *)pool + offset,
+        .unit_first = offset / layout->layer_bytes,
+        .layers = pd_kv_layout_group_layers(layout, place->group),
+        .valid_tokens = place->valid_tokens,
+        .head_first = place->head_first,
+        .key = place_key(place),
+    };
+}
+
+static uint64_t seal_half(const walk *w, uint32_t unit, uint32_t half, uint64_t key)
+{
+    const pd_kv_layout *layout = w->layout;
+    const tiling *t = &w->tiling;
+    const unsigned char *bytes = w->bytes + unit * layout->layer_bytes + half * layout->half_bytes;
+    uint64_t at = w->unit_first + unit, sum = 0;
+    uint32_t covered = w->known == NULL ? 0 : w->known->covered[at];
+
+    for (uint32_t tile = 0; tile * t->tokens < w->valid_tokens; tile++) {
+        uint32_t start = tile * t->tokens, whole = min_of(t->tokens, layout->block_tokens - start);
+        uint32_t rows = min_of(whole, w->valid_tokens - start);
+        bool is_known = covered > start && min_of(whole, covered - start) == rows;
+        uint64_t content =
+            is_known ? sums_of(w->known, at, half)[tile] : sum_tile(layout, t, bytes, tile, rows);
+        if (w->learn != NULL)
+            sums_of(w->learn, at, half)[tile] = content;
+        /* Mixed, so that equal differences of two tiles do not cancel out. */
+        sum += pd_mix64(content ^ pd_mix64(key + tile));
     }
     return sum;
+}
+
+static uint64_t seal_heads(const walk *w, uint32_t head_from, uint32_t head_to)
+{
+    uint64_t sum = 0;
+
+    for (uint32_t head = head_from; head < head_to; head++) {
+        for (uint32_t layer = 0; layer < w->layers; layer++) {
+            uint64_t number = ((uint64_t)(w->head_first + head) << 32) + 2 * layer;
+            uint32_t unit = head * w->layers + layer;
+            sum += seal_half(w, unit, 0, w->key ^ pd_mix64(number));
+            sum += seal_half(w, unit, 1, w->key ^ pd_mix64(number + 1));
+        }
+    }
+    return sum;
+}
+
+static uint64_t seal_slice(const walk *w, uint32_t slice, uint32_t slices)
+{
+    uint64_t heads = w->layout->kv_heads;
+
+    return seal_heads(w, (uint32_t)(slice * heads / slices),
+                      (uint32_t)((slice + 1) * heads / slices));
 }
 
 uint64_t pd_seal_compute(const pd_kv_layout *layout, const void *pool, pd_block block,
                          const pd_seal_place *place, uint32_t head_from, uint32_t head_to)
 {
+    walk w = walk_of(layout, pool, block, place);
+
     pd_assert(head_from <= head_to && head_to <= layout->kv_heads);
-    pd_assert(place->valid_tokens > 0 && place->valid_tokens <= layout->block_tokens);
-    uint64_t key = place_key(place);
-    uint64_t valid_bytes = place->valid_tokens * layout->token_bytes;
-    uint32_t layer_first = place->group * layout->group_layers;
-    uint32_t layers = pd_kv_layout_group_layers(layout, place->group);
-    uint64_t sum = 0;
-    for (uint32_t head = head_from; head < head_to; head++) {
-        for (uint32_t layer = 0; layer < layers; layer++) {
-            const unsigned char *k =
-                (const unsigned char *)pool +
-                pd_kv_layout_k_offset(layout, layer_first + layer, block, head);
-            uint64_t number = ((uint64_t)(place->head_first + head) << 32) + 2 * layer;
-            sum += seal_half(k, valid_bytes, key ^ pd_mix64(number));
-            sum += seal_half(k + layout->half_bytes, valid_bytes, key ^ pd_mix64(number + 1));
-        }
-    }
-    return sum;
+    return seal_heads(&w, head_from, head_to);
+}
+
+void pd_seal_of(const pd_kv_layout *layout, const void *pool, const pd_seal_tiles *tiles,
+                pd_block block, const pd_seal_place *place, uint32_t slices, uint64_t *seals_out)
+{
+    walk w = walk_of(layout, pool, block, place);
+
+    pd_assert(slices > 0);
+    w.known = tiles;
+    for (uint32_t slice = 0; slice < slices; slice++)
+        seals_out[slice] = seal_slice(&w, slice, slices);
 }
 
 pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block block,
@@ -54,4 +276,29 @@ pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block 
 {
     return pd_seal_compute(layout, pool, block, place, head_from, head_to) == seal ? PD_OK
                                                                                    : PD_E_MISMATCH;
+}
+
+static void cover(const walk *w, uint32_t tokens)
+{
+    uint32_t units = w->layers * w->layout->kv_heads;
+
+    for (uint32_t unit = 0; w->learn != NULL && unit < units; unit++)
+        w->learn->covered[w->unit_first + unit] = (uint16_t)tokens;
+}
+
+pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool, pd_seal_tiles *tiles,
+                        pd_block block, const pd_seal_place *place, uint32_t slices,
+                        const uint64_t *seals)
+{
+    walk w = walk_of(layout, pool, block, place);
+
+    pd_assert(slices > 0);
+    w.learn = tiles;
+    cover(&w, 0);
+    for (uint32_t slice = 0; slice < slices; slice++) {
+        if (seal_slice(&w, slice, slices) != seals[slice])
+            return PD_E_MISMATCH;
+    }
+    cover(&w, place->valid_tokens);
+    return PD_OK;
 }

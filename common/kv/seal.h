@@ -3,12 +3,21 @@
 /* common/kv/seal.h - proof that a block's bytes are the ones meant for this place.
  *
  * A seal covers the valid tokens of one block in one layer group, for a range of KV heads: the sum
- * (modulo 2^64) of a hash of every tile of about 1 KiB, each keyed by where the tile belongs. A
- * sum has no order, so that many threads can make it; and the seal of heads a..c is the seal of
- * a..b plus that of b..c, so that a worker with another split checks just its slice. It finds
- * mistakes (late writes, wrong block, wrong request, torn transfers), not attackers.
+ * (modulo 2^64) over tiles of a mix of the tile's content hash with a key of where the tile
+ * belongs. A sum has no order, so that many threads can make it; and the seal of heads a..c is the
+ * seal of a..b plus that of b..c, so that a worker with another split checks just its slice. It
+ * finds mistakes (late writes, wrong block, wrong request, torn transfers), not attackers.
  *
- * Reads the pool only; any thread, while nobody writes the block. */
+ * A tile is as many tokens of one layer, head and half (K or V) as fit into 1 KiB, at least one;
+ * its content hash is common/kv/tile_sum over the tokens that are valid, and knows no key. So the
+ * expensive part can be made once, where K and V are written and their bytes lie in the cache: a
+ * pd_seal_tiles keeps those hashes beside the pool (8 bytes a KiB), and a seal is then a keyed sum
+ * over 8 bytes in 1,024. Such a seal also vouches for what was computed, where one made from the
+ * bytes vouches for whatever lies in the pool by then.
+ *
+ * Reads the pool only. Any thread, while nobody writes the block's layer group, in the pool or in
+ * the tiles; what hands a block from thread to thread (a group that is announced, a check that is
+ * answered) also orders its tiles. */
 
 #include "common/kv/layout.h"
 
@@ -22,11 +31,41 @@ typedef struct pd_seal_place {
     uint64_t layout_fingerprint;
 } pd_seal_place;
 
-/* The seal of heads [head_from, head_to) of the pool's block. */
+/* Content hashes of a pool's tiles: for each layer and head of each block how many tokens from its
+ * start they cover, and the hashes. */
+typedef struct pd_seal_tiles pd_seal_tiles;
+
+/* Nothing is covered. layout is copied. PD_E_NOMEM. */
+PD_CHECKED pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles_out);
+void pd_seal_tiles_destroy(pd_seal_tiles *tiles); /* NULL is fine */
+uint64_t pd_seal_tiles_bytes(const pd_seal_tiles *tiles);
+
+/* K and V of tokens [from, to) of the block have just been written to the pool, for one layer and
+ * head: their hashes are added. From then on to tokens are covered; when from lies past what was
+ * covered (others wrote what is between), nothing changes, and that part is hashed when it is asked
+ * for. Threads may do it at once for different blocks, layers or heads. */
+void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer, pd_block block,
+                         uint32_t head, uint32_t from, uint32_t to);
+/* Tokens that are covered. */
+uint32_t pd_seal_tiles_covered(const pd_seal_tiles *tiles, uint32_t layer, pd_block block,
+                               uint32_t head);
+
+/* The seal of heads [head_from, head_to) of the pool's block, from the bytes. */
 uint64_t pd_seal_compute(const pd_kv_layout *layout, const void *pool, pd_block block,
                          const pd_seal_place *place, uint32_t head_from, uint32_t head_to);
+/* One seal for each of slices slices of the pool's heads: slice s covers heads
+ * [s * kv_heads / slices, (s + 1) * kv_heads / slices). tiles: used where they cover the block, the
+ * rest comes from the bytes; NULL: all of it. */
+void pd_seal_of(const pd_kv_layout *layout, const void *pool, const pd_seal_tiles *tiles,
+                pd_block block, const pd_seal_place *place, uint32_t slices, uint64_t *seals_out);
 /* PD_E_MISMATCH when the bytes are not the sealed ones; not logged, the caller knows the request.
  */
 PD_CHECKED pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block block,
                                     const pd_seal_place *place, uint32_t head_from,
                                     uint32_t head_to, uint64_t seal);
+/* Compares a block that somebody else wrote with its seals, always by its bytes. Whatever tiles
+ * (may be NULL) said of it is forgotten; when all slices match, the valid tokens are covered.
+ * PD_E_MISMATCH as above. */
+PD_CHECKED pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool,
+                                   pd_seal_tiles *tiles, pd_block block, const pd_seal_place *place,
+                                   uint32_t slices, const uint64_t *seals);

@@ -3,7 +3,7 @@
 /* common/worker/engine.h - what runs steps, as the runtime sees it. kernels/model/runner fills it;
  * common itself knows no kernels. */
 
-#include "common/kv/layout.h"
+#include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
 #include "common/worker/step.h"
 
@@ -15,6 +15,7 @@ typedef struct pd_worker_engine_options {
     uint32_t context_max; /* positions */
     uint32_t rows_max;    /* tokens of a step */
     uint32_t slices_max;  /* of a step */
+    pd_seal_tiles *tiles; /* of the pool, filled in as its blocks are written; NULL: nobody seals */
 } pd_worker_engine_options;
 
 /* Called on the compute thread when the KV of the step in every layer of the group is final. */

@@ -636,6 +636,7 @@ static pd_status make_verifier(worker *w)
     pd_verifier_options options = {
         .layout = &w->setup.layout,
         .pool = pd_transfer_pool(w->setup.transfer),
+        .tiles = w->setup.tiles,
     };
 
     if (w->ops->on_checked == NULL || !w->setup.deployment.transfer.seals)

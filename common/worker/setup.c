@@ -160,6 +160,17 @@ static pd_status open_transfer(pd_worker_setup *setup)
     return PD_OK;
 }
 
+static pd_status make_tiles(pd_worker_setup *setup)
+{
+    if (!setup->deployment.transfer.seals)
+        return PD_OK;
+    pd_status status = pd_seal_tiles_create(&setup->layout, &setup->tiles);
+    if (status != PD_OK)
+        pd_log_error("msg=\"no memory for the seals' hashes\" pool_bytes=%llu",
+                     (unsigned long long)setup->layout.pool_bytes);
+    return status;
+}
+
 pd_status pd_worker_setup_open(pd_worker_setup *setup)
 {
     const pd_worker_options *options = setup->options;
@@ -170,6 +181,8 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
         status = make_layout(setup);
     if (status == PD_OK)
         status = open_transfer(setup);
+    if (status == PD_OK)
+        status = make_tiles(setup);
     if (status != PD_OK)
         return status;
     uint32_t rows = setup->pool->chunk_tokens > setup->pool->max_batch ? setup->pool->chunk_tokens
@@ -180,6 +193,7 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
         .context_max = setup->context,
         .rows_max = rows,
         .slices_max = setup->pool->max_batch,
+        .tiles = setup->tiles,
     };
     status = options->engine->create(setup->model, &engine, &setup->layout,
                                      pd_transfer_pool(setup->transfer), &setup->engine);
@@ -194,6 +208,7 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
         .incarnation = setup->incarnation,
         .peers_max = PD_WORKER_PEERS_MAX,
         .seals = setup->deployment.transfer.seals,
+        .tiles = setup->tiles,
     };
     status = pd_ship_create(&shipper, &setup->shipper);
     if (status != PD_OK) {
@@ -201,10 +216,11 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
         return status;
     }
     pd_log_info("msg=\"loaded\" model=%s backend=%s threads=%u context=%u blocks=%u "
-                "pool_bytes=%llu engine_bytes=%llu",
+                "pool_bytes=%llu seal_bytes=%llu engine_bytes=%llu",
                 setup->deployment.model.name, options->engine->backend(setup->engine),
                 engine.threads, setup->context, setup->layout.blocks,
                 (unsigned long long)setup->layout.pool_bytes,
+                (unsigned long long)(setup->tiles == NULL ? 0 : pd_seal_tiles_bytes(setup->tiles)),
                 (unsigned long long)options->engine->bytes(setup->engine));
     return PD_OK;
 }
@@ -217,6 +233,7 @@ void pd_worker_setup_close(pd_worker_setup *setup)
     pd_ship_destroy(setup->shipper);
     if (setup->transfer != NULL)
         pd_transfer_destroy(setup->transfer);
+    pd_seal_tiles_destroy(setup->tiles);
     if (setup->model != NULL)
         pd_model_file_close(setup->model);
     if (setup->deployed)

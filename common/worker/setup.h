@@ -6,7 +6,7 @@
  * logged with a line's figures. One thread. */
 
 #include "common/config/deployment.h"
-#include "common/kv/layout.h"
+#include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
 #include "common/transfer/transfer.h"
 #include "common/worker/engine.h"
@@ -32,6 +32,7 @@ typedef struct pd_worker_setup {
     pd_model_file *model;
     pd_kv_layout layout;
     pd_transfer *transfer;
+    pd_seal_tiles *tiles; /* NULL: seals are off */
     pd_worker_engine *engine;
     pd_shipper *shipper;
 } pd_worker_setup;

@@ -3,7 +3,6 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/kv/seal.h"
 
 #include <string.h>
 
@@ -549,8 +548,8 @@ static void part_seal(const pd_shipper *shipper, const part *p, uint32_t last_va
                 .valid_tokens = i + 1 == p->block + p->blocks ? last_valid : layout->block_tokens,
                 .layout_fingerprint = shipper->layout_fingerprint,
             };
-            seals[n++] = pd_seal_compute(layout, pd_transfer_pool(shipper->options.transfer),
-                                         what->sources[i], &place, 0, layout->kv_heads);
+            pd_seal_of(layout, pd_transfer_pool(shipper->options.transfer), shipper->options.tiles,
+                       what->sources[i], &place, 1, &seals[n++]);
         }
     }
 }

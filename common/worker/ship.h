@@ -13,7 +13,7 @@
  * The owner calls pd_ship_pump whenever something may be done (each turn of its loop), gives every
  * PD_TRANSFER_SENT to pd_ship_sent, and takes what has ended from pd_ship_poll. */
 
-#include "common/kv/layout.h"
+#include "common/kv/seal.h"
 #include "common/worker/step.h"
 
 typedef struct pd_shipper pd_shipper;
@@ -24,6 +24,7 @@ typedef struct pd_shipper_options {
     uint64_t incarnation;         /* in every notice */
     uint32_t peers_max;           /* the transfer's */
     bool seals;                   /* notices carry seals */
+    const pd_seal_tiles *tiles;   /* for seals; NULL: they are made from the bytes */
     uint32_t shipments_max;       /* that wait or are on their way; 0: 4096 */
     uint64_t credit_bytes;        /* posted and not landed, a peer; 0: 8 MiB */
     uint64_t quantum_bytes;       /* of a ticket's turn while others wait; 0: 1 MiB */

@@ -3,7 +3,6 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/base/queue.h"
-#include "common/kv/seal.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -19,6 +18,7 @@ typedef struct slot {
 struct pd_verifier {
     pd_kv_layout layout;
     const void *pool;
+    pd_seal_tiles *tiles;
     uint64_t layout_fingerprint;
     slot *slots; /* [PD_VERIFIER_CHECKS_MAX], used in turn: checks keep their order */
     uint32_t submitted, polled;   /* loop thread */
@@ -34,7 +34,7 @@ enum { NO_SLOT = UINT32_MAX }; /* in the queue: the thread ends */
 
 static bool block_matches(const pd_verifier *v, const pd_check *check, uint32_t group, uint32_t at)
 {
-    uint32_t heads = v->layout.kv_heads, slices = check->slices;
+    uint32_t slices = check->slices;
     const uint64_t *seals =
         check->seals + ((size_t)(group - check->group_first) * check->count + at) * slices;
     pd_seal_place place = {
@@ -46,14 +46,8 @@ static bool block_matches(const pd_verifier *v, const pd_check *check, uint32_t 
         .layout_fingerprint = v->layout_fingerprint,
     };
 
-    for (uint32_t s = 0; s < slices; s++) {
-        uint32_t from = (uint32_t)((uint64_t)s * heads / slices);
-        uint32_t to = (uint32_t)((uint64_t)(s + 1) * heads / slices);
-        if (pd_seal_verify(&v->layout, v->pool, check->blocks[at], &place, from, to, seals[s]) !=
-            PD_OK)
-            return false;
-    }
-    return true;
+    return pd_seal_check(&v->layout, v->pool, v->tiles, check->blocks[at], &place, slices, seals) ==
+           PD_OK;
 }
 
 /* False: the verifier is being destroyed, and nobody asks for the answer any more. */
@@ -126,6 +120,7 @@ pd_status pd_verifier_create(const pd_verifier_options *options, pd_verifier **v
         return PD_E_NOMEM;
     v->layout = *options->layout;
     v->pool = options->pool;
+    v->tiles = options->tiles;
     v->layout_fingerprint = pd_kv_layout_fingerprint(&v->layout);
     pd_status status = start(v);
     if (status != PD_OK) {

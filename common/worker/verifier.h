@@ -7,7 +7,7 @@
  * thread reads the pool at memory speed, so that the loop never waits for it; whoever submits
  * keeps the blocks from being written until it has polled the answer. */
 
-#include "common/kv/layout.h"
+#include "common/kv/seal.h"
 #include "common/worker/step.h"
 
 #define PD_VERIFIER_CHECKS_MAX 256
@@ -16,7 +16,8 @@ typedef struct pd_verifier pd_verifier;
 
 typedef struct pd_verifier_options {
     const pd_kv_layout *layout; /* copied */
-    const void *pool;           /* outlives the verifier */
+    const void *pool;           /* outlives the verifier, as do tiles */
+    pd_seal_tiles *tiles;       /* learns the hashes of blocks that match; may be NULL */
 } pd_verifier_options;
 
 /* Errors: PD_E_NOMEM, PD_E_IO (no thread, no eventfd; logged). */

@@ -19,6 +19,7 @@ struct kern_engine {
     const pd_kv_layout *layout; /* own copy below */
     pd_kv_layout layout_copy;
     void *pool;
+    pd_seal_tiles *tiles;
     uint32_t vocab, rows_max, logits_rows_max;
     pd_queue *waiting, *finished; /* kern_job *; a NULL job ends the thread */
     uint32_t unpolled;            /* loop thread */
@@ -72,6 +73,7 @@ static void run_job(kern_engine *engine, kern_job *job)
     kern_step step = {
         .layout = engine->layout,
         .pool = engine->pool,
+        .tiles = engine->tiles,
         .slices = engine->slices,
         .slices_count = job->slices_count,
         .group_done = job->group_done,
@@ -129,7 +131,8 @@ static pd_status allocate(kern_engine *engine, const pd_model_file *file,
 }
 
 pd_status kern_engine_create(const pd_model_file *file, const kern_options *options,
-                             const pd_kv_layout *layout, void *pool, kern_engine **engine_out)
+                             const pd_kv_layout *layout, void *pool, pd_seal_tiles *tiles,
+                             kern_engine **engine_out)
 {
     kern_engine *engine = pd_calloc(1, sizeof *engine);
 
@@ -138,6 +141,7 @@ pd_status kern_engine_create(const pd_model_file *file, const kern_options *opti
     engine->layout_copy = *layout;
     engine->layout = &engine->layout_copy;
     engine->pool = pool;
+    engine->tiles = tiles;
     engine->vocab = pd_model_file_shape(file)->vocab;
     engine->rows_max = options->rows_max;
     engine->logits_rows_max = options->logits_rows_max;

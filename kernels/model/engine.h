@@ -31,10 +31,11 @@ typedef struct kern_job {
 } kern_job;
 
 /* The model is loaded on the calling thread (file must outlive the engine); pool is laid out by
- * layout. Errors as kern_model_create, PD_E_IO (no thread). */
+ * layout, and tiles (may be NULL) are its hashes, see kern_step. Errors as kern_model_create,
+ * PD_E_IO (no thread). */
 PD_CHECKED pd_status kern_engine_create(const pd_model_file *file, const kern_options *options,
                                         const pd_kv_layout *layout, void *pool,
-                                        kern_engine **engine_out);
+                                        pd_seal_tiles *tiles, kern_engine **engine_out);
 /* Waits for the job that is running; jobs not yet polled are forgotten, not freed. */
 void kern_engine_destroy(kern_engine *engine);
 

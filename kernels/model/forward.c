@@ -23,6 +23,13 @@ typedef struct token_group {
     uint32_t tokens;
 } token_group;
 
+/* Consecutive tokens of one slice in one block: placed by one thread, so that the block's tiles of
+ * a head have one writer. */
+typedef struct place_run {
+    uint32_t row; /* of the step, the first */
+    uint32_t tokens;
+} place_run;
+
 /* What one thread has for itself. */
 typedef struct thread_memory {
     kern_acts norm; /* [OWN_ROWS_MAX] */
@@ -47,10 +54,11 @@ struct kern_model {
     uint32_t *row_slice, *row_position, *row_token; /* [rows] */
     uint32_t *logits_row;                           /* [logits rows] row of the step */
     token_group *groups;                            /* [rows] */
+    place_run *runs;                                /* [rows] */
     float **x_rows, **q_rows, **k_rows, **v_rows, **gate_rows, **up_rows, **logits_rows;
     /* the step under way; written by the stepping thread between steps */
     const kern_step *step;
-    uint32_t rows, logits_count, groups_count;
+    uint32_t rows, logits_count, groups_count, runs_count;
     bool all_single;                /* every slice is one token */
     uint32_t live_first, live_rows; /* rows that the last layer's output is wanted of */
     atomic_bool broken;             /* a logit is not finite */
@@ -99,6 +107,7 @@ static void carve_model(carver *c, kern_model *model)
     model->row_token = carve(c, rows, sizeof(uint32_t));
     model->logits_row = carve(c, model->logits_rows_max, sizeof(uint32_t));
     model->groups = carve(c, rows, sizeof *model->groups);
+    model->runs = carve(c, rows, sizeof *model->runs);
     model->x_rows = carve(c, rows, sizeof(float *));
     model->q_rows = carve(c, rows, sizeof(float *));
     model->k_rows = carve(c, rows, sizeof(float *));
@@ -284,15 +293,20 @@ static void project_qkv(kern_model *model, uint32_t thread, const kern_layer_wei
     kern_team_barrier(model->team);
 }
 
+static pd_block block_of(const kern_model *model, uint32_t row)
+{
+    const kern_slice *slice = &model->step->slices[model->row_slice[row]];
+
+    return slice->blocks[model->row_position[row] / model->step->layout->block_tokens];
+}
+
 static void *key_address(const kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
 {
     const pd_kv_layout *layout = model->step->layout;
-    const kern_slice *slice = &model->step->slices[model->row_slice[row]];
-    uint32_t position = model->row_position[row];
-    pd_block block = slice->blocks[position / layout->block_tokens];
 
-    return (uint8_t *)model->step->pool + pd_kv_layout_k_offset(layout, layer, block, kv_head) +
-           (position % layout->block_tokens) * layout->token_bytes;
+    return (uint8_t *)model->step->pool +
+           pd_kv_layout_k_offset(layout, layer, block_of(model, row), kv_head) +
+           (model->row_position[row] % layout->block_tokens) * layout->token_bytes;
 }
 
 /* Rotates one row's query and key heads of a KV head and writes K and V to the pool. */
@@ -311,6 +325,20 @@ static void place_head(kern_model *model, uint32_t layer, uint32_t row, uint32_t
     model->ops->store_f16(key, dim, (uint16_t *)place);
     model->ops->store_f16(model->v_rows[row] + (size_t)kv_head * dim, dim,
                           (uint16_t *)(place + model->step->layout->half_bytes));
+}
+
+/* The tiles are hashed while what was written is still in the cache. */
+static void place_run_of_head(kern_model *model, uint32_t layer, const place_run *run,
+                              uint32_t kv_head)
+{
+    const kern_step *step = model->step;
+    uint32_t from = model->row_position[run->row] % step->layout->block_tokens;
+
+    for (uint32_t t = 0; t < run->tokens; t++)
+        place_head(model, layer, run->row + t, kv_head);
+    if (step->tiles != NULL)
+        pd_seal_tiles_wrote(step->tiles, step->pool, layer, block_of(model, run->row), kv_head,
+                            from, from + run->tokens);
 }
 
 static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
@@ -352,17 +380,17 @@ static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool 
     uint32_t items = model->groups_count * kv_heads;
 
     if (!model->all_single) {
-        for (uint32_t row; (row = kern_team_take(model->team)) < model->rows;)
-            for (uint32_t kv_head = 0; kv_head < kv_heads; kv_head++)
-                place_head(model, layer, row, kv_head);
+        uint32_t placings = model->runs_count * kv_heads;
+        for (uint32_t taken; (taken = kern_team_take(model->team)) < placings;)
+            place_run_of_head(model, layer, &model->runs[taken / kv_heads], taken % kv_heads);
         kern_team_barrier(model->team);
     }
     for (uint32_t taken; (taken = kern_team_take(model->team)) < items;) {
         /* the longest contexts first: they come last in a prompt */
         uint32_t item = items - 1 - taken, kv_head = item % kv_heads;
         const token_group *group = &model->groups[item / kv_heads];
-        if (model->all_single)
-            place_head(model, layer, group->row, kv_head);
+        if (model->all_single) /* a group is a run then */
+            place_run_of_head(model, layer, &model->runs[item / kv_heads], kv_head);
         if (last && (group->row + group->tokens <= model->live_first ||
                      group->row >= model->live_first + model->live_rows))
             continue;
@@ -527,6 +555,9 @@ static void add_slice(kern_model *model, const kern_step *step, uint32_t index)
         if (i % KERN_ATTENTION_TOKENS_MAX == 0)
             model->groups[model->groups_count++] = (token_group){index, model->rows, 0};
         model->groups[model->groups_count - 1].tokens++;
+        if (i == 0 || (slice->position + i) % block_tokens == 0)
+            model->runs[model->runs_count++] = (place_run){model->rows, 0};
+        model->runs[model->runs_count - 1].tokens++;
         if (i < slice->logits_from)
             continue;
         pd_assert(model->logits_count < model->logits_rows_max);
@@ -555,7 +586,7 @@ pd_status kern_model_step(kern_model *model, const kern_step *step)
             return status;
     }
     model->step = step;
-    model->rows = model->logits_count = model->groups_count = 0;
+    model->rows = model->logits_count = model->groups_count = model->runs_count = 0;
     model->all_single = true;
     for (uint32_t i = 0; i < step->slices_count; i++)
         add_slice(model, step, i);

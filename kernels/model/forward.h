@@ -7,7 +7,7 @@
  * same thing with other counts. A row's result is bit for bit the same whatever shares its step,
  * however the prompt was cut into chunks, with any number of threads and any instruction set. */
 
-#include "common/kv/layout.h"
+#include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
 
 typedef struct kern_model kern_model;
@@ -47,7 +47,8 @@ typedef void kern_group_done_fn(void *ctx, uint32_t group);
 
 typedef struct kern_step {
     const pd_kv_layout *layout;
-    void *pool; /* layout->pool_bytes */
+    void *pool;           /* layout->pool_bytes */
+    pd_seal_tiles *tiles; /* of the pool: hashed as K and V are written; NULL: nobody seals */
     const kern_slice *slices;
     uint32_t slices_count;
     kern_group_done_fn *group_done; /* may be NULL */

@@ -48,7 +48,7 @@ static pd_status runner_create(const pd_model_file *file, const pd_worker_engine
     engine->slices = pd_calloc((size_t)JOBS * options->slices_max, sizeof *engine->slices);
     pd_status status = engine->slices == NULL ? PD_E_NOMEM : PD_OK;
     if (status == PD_OK)
-        status = kern_engine_create(file, &kernel, layout, pool, &engine->engine);
+        status = kern_engine_create(file, &kernel, layout, pool, options->tiles, &engine->engine);
     if (status != PD_OK) {
         runner_destroy(engine);
         return status;

@@ -242,9 +242,11 @@ static void random_work_beside_writes_to_other_blocks(void **state)
     uint32_t submitted = 0, answered = 0;
 
     (void)state;
-    for (uint32_t round = 0; round < 4000; round++) {
+    while (submitted < 2000) {
         pd_checked checked;
         bool full = submitted - answered == OPEN_MAX;
+        if (full)
+            checked = wait_for(verifier);
         if (!full && below(3) != 0) {
             /* a block that nobody looks at */
             pd_block block = below(BLOCKS);
@@ -266,7 +268,7 @@ static void random_work_beside_writes_to_other_blocks(void **state)
             held[submitted % OPEN_MAX] = block;
             assert_int_equal(pd_verifier_submit(verifier, &s.check), PD_OK);
             submitted++;
-        } else if (pd_verifier_poll(verifier, &checked) == PD_OK) {
+        } else if (full || pd_verifier_poll(verifier, &checked) == PD_OK) {
             assert_int_equal(checked.ticket, answered);
             assert_int_equal(checked.good, expected[answered % OPEN_MAX]);
             answered++;
@@ -274,7 +276,6 @@ static void random_work_beside_writes_to_other_blocks(void **state)
     }
     for (; answered < submitted; answered++)
         assert_int_equal(wait_for(verifier).good, expected[answered % OPEN_MAX]);
-    assert_true(submitted > 100);
     pd_verifier_destroy(verifier);
 }
 
