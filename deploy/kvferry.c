@@ -6,6 +6,7 @@
 #include "common/config/deployment.h"
 #include "common/config/value.h"
 #include "deploy/report.h"
+#include "deploy/report_kv.h"
 #include "deploy/supervise.h"
 
 #include <stdarg.h>
@@ -21,7 +22,7 @@ typedef struct arguments {
     const char *file;
     const char *sets[PD_DEPLOYMENT_SETS_MAX];
     size_t sets_count;
-    bool detach, json, effective, keys, help;
+    bool detach, json, kv, effective, keys, help;
     uint64_t ready_timeout_ns;
 } arguments;
 
@@ -53,9 +54,12 @@ static const command commands[] = {
      "state_dir (default .kvferry/CLUSTER). Relative paths start at the working directory.\n"},
     {"down", run_down, "--file --set", "end a cluster: exactly the processes that up started",
      SET_HELP},
-    {"status", run_status, "--file --set --json", "show a cluster's processes and workers",
-     SET_HELP "  --json                one JSON object instead of a table\n"
-              "\nExit status 1 when the cluster does not run.\n"},
+    {"status", run_status, "--file --set --json --kv", "show a cluster's processes and workers",
+     SET_HELP
+     "  --kv                  who holds which KV blocks, and whether it adds up\n"
+     "  --json                one JSON object instead of a table\n"
+     "\nExit status 1 when the cluster does not run, or, with --kv, when a ledger does not\n"
+     "add up or the router's view and a worker's differ for more than a few seconds.\n"},
     {"check", run_check, "--file --set --effective --keys", "check a deployment, start nothing",
      SET_HELP "  --effective           print every value in effect, as YAML\n"
               "  --keys                print every key with its type, range, default and meaning\n"
@@ -141,12 +145,13 @@ static int run_down(const arguments *args)
 static int run_status(const arguments *args)
 {
     pd_deployment deployment;
-    bool running = false;
+    bool running = false; /* and in balance, with --kv */
     int rc = load(args, &deployment);
 
     if (rc != 0)
         return rc;
-    pd_status status = report_status(&deployment, args->json, &running);
+    pd_status status = args->kv ? report_kv(&deployment, args->json, &running)
+                                : report_status(&deployment, args->json, &running);
     pd_deployment_fini(&deployment);
     return status == PD_OK && running ? 0 : 1;
 }
@@ -223,6 +228,8 @@ static bool *flag_of(const char *option, arguments *args)
         return &args->detach;
     if (strcmp(option, "--json") == 0)
         return &args->json;
+    if (strcmp(option, "--kv") == 0)
+        return &args->kv;
     if (strcmp(option, "--effective") == 0)
         return &args->effective;
     if (strcmp(option, "--keys") == 0)

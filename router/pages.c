@@ -109,6 +109,18 @@ static void write_ledger(void *ctx, const router_worker_view *view)
     }
 }
 
+/* Each worker checks its own ledger on every tick, and ends when it is broken; here it is told by
+ * what it says. */
+static void write_imbalance(void *ctx, const router_worker_view *view)
+{
+    worker_sums *sums = ctx;
+    const pd_ledger *l = &view->ledger;
+    pd_metric_label label = {"worker", view->name};
+    pd_metrics_write_sample(sums->out, "kvferry_kv_ledger_imbalance", &label, 1,
+                            (double)l->total - l->free - l->cached - l->leased - l->running -
+                                l->quarantined);
+}
+
 /* The parts of a ledger always sum up: a block that was lost shows as one that is held for nobody.
  */
 static void write_held_idle(void *ctx, const router_worker_view *view)
@@ -201,6 +213,9 @@ void pages_metrics(const router_core *core, const char *model, uint32_t connecti
     pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_kv_blocks",
                           "KV blocks of a worker by who holds them.");
     router_core_each_worker(core, now_ns, write_ledger, &sums);
+    pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_kv_ledger_imbalance",
+                          "KV blocks of a worker less those that somebody holds: 0, or a bug.");
+    router_core_each_worker(core, now_ns, write_imbalance, &sums);
     pd_metrics_write_head(
         out, PD_METRIC_GAUGE, "kvferry_kv_blocks_held_idle",
         "KV blocks neither free nor cached at a worker that has no request: a leak "

@@ -6,7 +6,7 @@ STANDIN_<NAME> (NAME in upper case, '-' as '_') makes a service misbehave:
   fail    one error line, exit 1 at once        usage   the same with exit 2
   hang    ignores SIGTERM                       unready /ready stays 503
   crash   ends 0.2 s after every start          late    exit 2 at the second start
-GET /workers answers with STANDIN_DIR/workers.json when there is one.
+GET /NAME answers with STANDIN_DIR/NAME.json when there is one.
 """
 import http.server
 import os
@@ -71,10 +71,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             body = b'{"waiting": "for the test"}'
         elif self.path == "/workers":
             code, body = 200, WORKERS
-            told = os.path.join(os.environ["STANDIN_DIR"], "workers.json")
-            if os.path.exists(told):
-                with open(told, "rb") as file:
-                    body = file.read()
+        told = os.path.join(os.environ["STANDIN_DIR"], self.path.strip("/") + ".json")
+        if os.path.exists(told):
+            with open(told, "rb") as file:
+                code, body = 200, file.read()
         self.send_response(code)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -198,7 +198,10 @@ class Command(unittest.TestCase):
     def tell_workers(self, *names):
         """What the router says from now on: it hears of these."""
         workers = [{"name": name, "pid": self.service(name)["pid"], "heartbeat_age_ms": 10} for name in names]
-        path = os.path.join(self.dir, "workers.json")
+        self.tell("workers", workers)
+
+    def tell(self, page, workers):
+        path = os.path.join(self.dir, page + ".json")
         with open(path + ".new", "w") as f:
             json.dump({"workers": workers}, f)
         os.rename(path + ".new", path)
@@ -224,6 +227,72 @@ class Command(unittest.TestCase):
         self.tell_workers()
         time.sleep(3)
         self.assertEqual(self.service("prefill-1")["restarts"], 0)
+
+    # --- status --kv ---
+
+    @staticmethod
+    def holder(name, total=100, free=100, running=0, quarantined=0, **more):
+        ledger = {"total": total, "free": free, "cached": 0, "leased": 0, "running": running, "quarantined": quarantined}
+        return dict({"name": name, "role": name.partition("-")[0], "incarnation": "00000000000000" + name[-1] + name[0],
+                     "ledger": ledger, "running": running, "waiting": 0, "inflight": 0}, **more)
+
+    def kv_status(self, *args):
+        return self.run_kvferry("status", "--kv", "-f", self.file, *args)
+
+    def test_status_kv_tells_who_holds_what(self):
+        self.assertEqual(self.kv_status()[:2], (1, "cluster t: not running\n"))
+        self.assertFalse(json.loads(self.kv_status("--json")[1])["running"])
+        self.assertEqual(self.up()[0], 0)
+        self.tell("workers", [self.holder("decode-0", free=60, running=30, quarantined=10), self.holder("prefill-0")])
+        rc, out, err = self.kv_status()
+        self.assertEqual((rc, err), (0, ""))
+        self.assertIn("no worker has been audited yet", out)
+        states = {"promised": 3, "suspended": 2}
+        self.tell("audit", [
+            {"name": "decode-0", "age_ms": 1500, "states": states, "unknown": [], "missing": [], "waits_for": ["000000000000000p", "feed"]},
+            {"name": "prefill-0", "age_ms": 200, "states": {}, "unknown": [], "missing": [], "waits_for": []}])
+        rc, out, err = self.kv_status()
+        self.assertEqual((rc, err), (0, ""))
+        rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+        self.assertEqual(rows["decode-0"][1:], ["decode", "100", "60", "0", "0", "30", "10", "3", "2", "prefill-0,feed"])
+        self.assertEqual(rows["sum"][1:], ["200", "160", "0", "0", "30", "10", "3", "2"])
+        self.assertIn("router and workers agree (2 asked, the oldest answer 1.5 s ago)", out)
+        said = json.loads(self.kv_status("--json")[1])
+        self.assertTrue(said["balanced"])
+        self.assertEqual((said["workers"][0]["ledger"]["quarantined"], said["audit"][0]["states"]["promised"]), (10, 3))
+
+    def test_status_kv_fails_when_a_ledger_does_not_add_up(self):
+        self.assertEqual(self.up()[0], 0)
+        self.tell("workers", [self.holder("decode-0", free=98, inflight=1), self.holder("prefill-0", free=99, running=1, total=100)])
+        rc, out, err = self.kv_status()
+        self.assertEqual((rc, err), (1, ""))
+        self.assertIn("out of balance: decode-0: the ledger does not add up: 100 blocks in all, 98 by who holds them\n", out)
+        self.assertEqual(out.count("out of balance"), 1)
+        said = json.loads(self.kv_status("--json")[1])
+        self.assertEqual((said["balanced"], len(said["faults"])), (False, 1))
+
+    def test_status_kv_fails_for_what_stays_different_only(self):
+        self.assertEqual(self.up()[0], 0)
+        self.tell("workers", [self.holder("decode-0"), self.holder("prefill-0")])
+        strange = [{"request": "1f", "epoch": 2, "state": "running", "blocks": 7}]
+        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "states": {}, "unknown": strange, "missing": ["2a"], "waits_for": []}])
+        rc, out, err = self.kv_status()
+        self.assertEqual(rc, 1)
+        self.assertIn("decode-0: holds request 1f epoch 2 (running, 7 blocks), which the router does not know", out)
+        self.assertIn("decode-0: does not have request 2a, on which the router counts", out)
+        look = subprocess.Popen([KVFERRY, "status", "--kv", "-f", self.file], env=self.env(), stdout=subprocess.PIPE, text=True)
+        time.sleep(1)
+        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "states": {}, "unknown": [], "missing": [], "waits_for": []}])
+        out, _ = look.communicate(timeout=60)
+        self.assertEqual(look.returncode, 0, out)
+        self.tell("workers", [self.holder("decode-0", free=90, quarantined=10), self.holder("prefill-0")])
+        self.assertEqual(self.kv_status()[0], 0)  # it waits for a sender that may still write
+        leak = self.holder("decode-0", free=90)
+        leak["ledger"]["leased"] = 10
+        self.tell("workers", [leak])
+        rc, out, err = self.kv_status()
+        self.assertEqual(rc, 1)
+        self.assertIn("decode-0: it has no request, and holds blocks for one", out)
 
     def test_a_wrong_configuration_is_not_restarted(self):
         self.assertEqual(self.up(STANDIN_DECODE_0="late")[0], 0)
