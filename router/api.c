@@ -687,7 +687,7 @@ static pd_status read_sampling(const pd_json *root, const api_limits *limits, ap
                                api_error *error)
 {
     double temperature = 1, top_p = 1;
-    int64_t top_k = 0, seed = 0, n = 1, best_of = 0;
+    int64_t top_k = 0, seed = 0, n = 1, best_of = 0, priority = 0;
     bool has_best_of = false;
     pd_status status = read_number(root, "temperature", 0, 2, &temperature, error);
     if (status == PD_OK)
@@ -701,6 +701,8 @@ static pd_status read_sampling(const pd_json *root, const api_limits *limits, ap
     if (status == PD_OK)
         status = read_integer(root, "n", 1, API_CHOICES_MAX, &n, NULL, error);
     if (status == PD_OK)
+        status = read_integer(root, "priority", -INT32_MAX, INT32_MAX, &priority, NULL, error);
+    if (status == PD_OK)
         status = read_integer(root, "best_of", 1, API_CHOICES_MAX, &best_of, &has_best_of, error);
     if (status == PD_OK && has_best_of && best_of != n)
         status = unsupported(error, "best_of");
@@ -713,6 +715,7 @@ static pd_status read_sampling(const pd_json *root, const api_limits *limits, ap
     request->top_k = top_k <= 0 || top_k >= limits->vocab ? 0 : (uint32_t)top_k;
     request->seed = (uint64_t)seed;
     request->n = (uint32_t)n;
+    request->priority = (int32_t)-priority; /* there the lower value goes first */
     return PD_OK;
 }
 

@@ -72,6 +72,7 @@ typedef struct api_request {
     uint32_t top_k;
     uint64_t seed;
     uint32_t max_tokens; /* with has_max_tokens */
+    int32_t priority;    /* higher goes first: the body's, as vLLM means it, negated */
     api_text stops[API_STOPS_MAX];
     uint32_t stops_count;
 } api_request;

@@ -268,7 +268,9 @@ void router_cluster_remove(router_cluster *cluster, uint32_t slot)
     pd_message message = {.kind = PD_MSG_PEER_GONE};
     snprintf(message.peer_gone.name, sizeof message.peer_gone.name, "%s", worker->hello.name);
     message.peer_gone.incarnation = worker->hello.incarnation;
-    cluster->dead[cluster->dead_next++ % ROUTER_DEAD_MAX] = worker->hello.incarnation;
+    uint32_t dead = cluster->dead_next++ % ROUTER_DEAD_MAX;
+    cluster->dead[dead] = worker->hello.incarnation;
+    memcpy(cluster->dead_names[dead], worker->hello.name, sizeof cluster->dead_names[dead]);
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         router_worker *other = &cluster->workers[i];
         if (i == slot || !other->used)
@@ -281,6 +283,18 @@ void router_cluster_remove(router_cluster *cluster, uint32_t slot)
     }
     free_worker(worker);
     cluster->count--;
+}
+
+void router_cluster_tell_gone(router_cluster *cluster, uint32_t slot, uint64_t incarnation)
+{
+    const router_worker *worker = &cluster->workers[slot];
+    pd_message message = {.kind = PD_MSG_PEER_GONE, .peer_gone = {.incarnation = incarnation}};
+    for (uint32_t i = 0; i < ROUTER_DEAD_MAX; i++) {
+        if (cluster->dead[i] == incarnation)
+            memcpy(message.peer_gone.name, cluster->dead_names[i], sizeof message.peer_gone.name);
+    }
+    if (!send(cluster, worker->identity, &message))
+        pd_log_debug("msg=\"a peer's end could not be announced\" worker=%s", worker->hello.name);
 }
 
 /* ---- finding ---- */
@@ -313,6 +327,11 @@ uint32_t router_cluster_by_name(const router_cluster *cluster, const char *name,
             return i;
     }
     return ROUTER_NO_WORKER;
+}
+
+const char *router_role_name(pd_role role)
+{
+    return role == PD_ROLE_PREFILL ? "prefill" : "decode";
 }
 
 bool router_worker_ready(const router_worker *worker)

@@ -54,6 +54,7 @@ typedef struct router_cluster {
     uint64_t beat_ns;    /* next heartbeat to the workers */
     uint64_t registered, refused, lost;
     uint64_t dead[ROUTER_DEAD_MAX]; /* incarnations that ended, a ring */
+    char dead_names[ROUTER_DEAD_MAX][PD_NAME_BYTES];
     uint32_t dead_next;
     router_worker workers[ROUTER_WORKERS_MAX];
 } router_cluster;
@@ -75,6 +76,9 @@ void router_cluster_remove(router_cluster *cluster, uint32_t slot);
 
 /* True when that incarnation ended here (one of the last ROUTER_DEAD_MAX). */
 bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation);
+
+/* Tells a worker once more of an incarnation that was given up. */
+void router_cluster_tell_gone(router_cluster *cluster, uint32_t slot, uint64_t incarnation);
 
 uint32_t router_cluster_by_identity(const router_cluster *cluster, const char *identity);
 uint32_t router_cluster_by_incarnation(const router_cluster *cluster, uint64_t incarnation);
@@ -105,6 +109,7 @@ uint64_t router_cluster_next_due(const router_cluster *cluster);
 /* Sends a cancel, and again later if it was not taken: a lost one would hold blocks. */
 void router_cluster_cancel(router_cluster *cluster, uint32_t slot, const pd_msg_cancel *cancel);
 
+const char *router_role_name(pd_role role);
 bool router_worker_ready(const router_worker *worker); /* warm, not draining */
 /* The worker as a peer of another one. address: with where it is to be written to, borrowed from
  * the worker. */

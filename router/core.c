@@ -2,8 +2,10 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "router/audit.h"
 #include "router/cluster.h"
 #include "router/index.h"
+#include "router/lifecycle.h"
 #include "router/request.h"
 
 #include <inttypes.h>
@@ -22,6 +24,7 @@ struct router_core {
     router_cluster *cluster;
     router_index *index;
     router_requests *requests;
+    router_audit *audit;
 };
 
 void router_core_config_of(const pd_deployment *deployment, router_core_config *config_out)
@@ -86,6 +89,14 @@ pd_status router_core_create(const router_core_config *config, uint64_t incarnat
                                            .counters = &core->counters};
         status = router_requests_create(&options, &core->requests);
     }
+    if (status == PD_OK) {
+        router_audit_options options = {.cluster = core->cluster,
+                                        .requests = core->requests,
+                                        .sink = &core->sink,
+                                        .counters = &core->counters,
+                                        .router = incarnation};
+        status = router_audit_create(&options, &core->audit);
+    }
     if (status != PD_OK) {
         router_core_destroy(core);
         return status;
@@ -98,6 +109,7 @@ void router_core_destroy(router_core *core)
 {
     if (core == NULL)
         return;
+    router_audit_destroy(core->audit);
     router_requests_destroy(core->requests);
     router_index_destroy(core->index);
     router_cluster_destroy(core->cluster);
@@ -138,9 +150,11 @@ static void ask_snapshot(router_core *core, uint32_t slot, uint64_t now_ns)
         pd_log_debug("msg=\"snapshot request not taken\" worker=%s", worker->hello.name);
 }
 
-static void remove_worker(router_core *core, uint32_t slot, const char *why, uint64_t now_ns)
+static void remove_worker(router_core *core, uint32_t slot, router_gone how, const char *why,
+                          uint64_t now_ns)
 {
-    router_requests_on_worker_gone(core->requests, slot, why, now_ns);
+    router_requests_on_worker_gone(core->requests, slot, how, why, now_ns);
+    router_audit_reset(core->audit, slot, now_ns);
     router_index_close(core->index, slot);
     router_cluster_remove(core->cluster, slot);
     router_requests_pump(core->requests, now_ns);
@@ -154,26 +168,28 @@ static void on_hello(router_core *core, const char *from, const pd_msg_hello *he
     if (status == PD_E_AGAIN) {
         pd_log_warn("msg=\"worker came anew: the old one is given up\" worker=%s", hello->name);
         core->cluster->lost++;
-        remove_worker(core, replaced, "its name came back with a new incarnation", now_ns);
+        remove_worker(core, replaced, ROUTER_GONE_DIED, "its name came back with a new incarnation",
+                      now_ns);
         status = router_cluster_hello(core->cluster, from, hello, now_ns, &slot, &replaced);
     }
     if (status == PD_E_NOMEM)
         pd_log_error("msg=\"worker not registered: out of memory\" worker=%s", hello->name);
     if (status != PD_OK)
         return;
-    if (core->cluster->workers[slot].hello.session != hello->session) {
-        /* It took this router for dead, and dropped what it had. */
+    router_worker *worker = &core->cluster->workers[slot];
+    if (worker->hello.session != hello->session) { /* it took this router for dead */
         pd_log_warn("msg=\"a worker begins anew: what it had is tried again\" worker=%s session=%u",
                     hello->name, hello->session);
-        core->cluster->workers[slot].hello.session = hello->session;
+        worker->hello.session = hello->session;
         /* Not before its next heartbeat has it heard the welcome; until then it believes nothing.
          */
-        core->cluster->workers[slot].report_ns = 0;
-        router_requests_on_worker_gone(core->requests, slot, "it lost sight of this router",
-                                       now_ns);
+        worker->report_ns = 0;
+        router_requests_on_worker_gone(core->requests, slot, ROUTER_GONE_SESSION,
+                                       "it lost sight of this router", now_ns);
         router_requests_pump(core->requests, now_ns);
     }
-    if (core->cluster->workers[slot].report_ns == 0) { /* new or anew, not a repeated hello */
+    if (worker->report_ns == 0) { /* new or anew, not a repeated hello */
+        router_audit_reset(core->audit, slot, now_ns);
         router_index_open(core->index, slot, hello->incarnation, hello->blocks);
         ask_snapshot(core, slot, now_ns);
     }
@@ -230,13 +246,23 @@ static void on_control(router_core *core, const char *from, const pd_message *me
         router_requests_on_prefill_done(core->requests, slot, &message->prefill_done, now_ns);
         break;
     case PD_MSG_PREFILL_STARTED:
-        router_requests_on_prefill_started(core->requests, slot, &message->prefill_started);
+        router_requests_on_prefill_started(core->requests, slot, &message->prefill_started, now_ns);
         break;
     case PD_MSG_LANDED:
         router_requests_on_landed(core->requests, slot, &message->landed, now_ns);
         break;
     case PD_MSG_REFETCH:
         router_requests_on_refetch(core->requests, slot, &message->refetch, now_ns);
+        break;
+    case PD_MSG_SUSPENDED:
+        router_requests_on_suspended(core->requests, slot, &message->suspended, now_ns);
+        break;
+    case PD_MSG_SHIP_DONE:
+        router_requests_on_ship_done(core->requests, slot, &message->ship_done, now_ns);
+        break;
+    case PD_MSG_AUDIT_REPLY:
+        router_audit_on_reply(core->audit, slot, &message->audit_reply, now_ns);
+        router_requests_pump(core->requests, now_ns);
         break;
     case PD_MSG_DECODE_FAILED:
         router_requests_on_decode_failed(core->requests, slot, &message->decode_failed, now_ns);
@@ -245,7 +271,7 @@ static void on_control(router_core *core, const char *from, const pd_message *me
         if (message->bye.incarnation != core->cluster->workers[slot].hello.incarnation)
             break;
         pd_log_info("msg=\"worker left\" worker=%s", core->cluster->workers[slot].hello.name);
-        remove_worker(core, slot, "it left", now_ns);
+        remove_worker(core, slot, ROUTER_GONE_LEFT, "it left", now_ns);
         break;
     default:
         pd_log_warn("msg=\"a message that no worker sends\" kind=%d from=%s", (int)message->kind,
@@ -309,10 +335,11 @@ void router_core_on_tick(router_core *core, uint64_t now_ns)
         pd_log_error("msg=\"worker lost: %s\" worker=%s incarnation=%016" PRIx64, why,
                      worker->hello.name, worker->hello.incarnation);
         core->cluster->lost++;
-        remove_worker(core, slot, why, now_ns);
+        remove_worker(core, slot, ROUTER_GONE_DIED, why, now_ns);
     }
     router_cluster_on_tick(core->cluster, now_ns);
     router_requests_on_tick(core->requests, now_ns);
+    router_audit_on_tick(core->audit, now_ns);
     if (core->stopping)
         router_requests_on_stopping(core->requests, false);
 }
@@ -321,7 +348,9 @@ uint64_t router_core_next_due(const router_core *core)
 {
     uint64_t cluster_ns = router_cluster_next_due(core->cluster);
     uint64_t requests_ns = router_requests_next_due(core->requests);
-    return cluster_ns < requests_ns ? cluster_ns : requests_ns;
+    uint64_t audit_ns = router_audit_next_due(core->audit);
+    uint64_t due_ns = cluster_ns < requests_ns ? cluster_ns : requests_ns;
+    return audit_ns < due_ns ? audit_ns : due_ns;
 }
 
 void router_core_stop(router_core *core)
@@ -376,17 +405,43 @@ static void describe_lanes(const router_cluster *cluster, uint32_t slot, char *t
     }
 }
 
+static uint32_t sort_workers(const router_cluster *cluster,
+                             const router_worker *sorted_out[ROUTER_WORKERS_MAX])
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < cluster->slots_used; i++) {
+        if (cluster->workers[i].used)
+            sorted_out[count++] = &cluster->workers[i];
+    }
+    qsort(sorted_out, count, sizeof sorted_out[0], by_name);
+    return count;
+}
+
+void router_core_each_audit(const router_core *core, uint64_t now_ns,
+                            void (*fn)(void *ctx, const router_audit_view *view), void *ctx)
+{
+    const router_worker *sorted[ROUTER_WORKERS_MAX];
+    uint32_t count = sort_workers(core->cluster, sorted);
+    for (uint32_t i = 0; i < count; i++) {
+        router_audit_view view;
+        uint32_t slot = (uint32_t)(sorted[i] - core->cluster->workers);
+        if (router_audit_view_of(core->audit, slot, now_ns, &view))
+            fn(ctx, &view);
+    }
+}
+
+const uint64_t *router_core_transitions(const router_core *core, uint32_t *count_out)
+{
+    router_lifecycle_table(count_out);
+    return router_requests_transitions(core->requests);
+}
+
 void router_core_each_worker(const router_core *core, uint64_t now_ns,
                              void (*fn)(void *ctx, const router_worker_view *view), void *ctx)
 {
     const router_cluster *cluster = core->cluster;
     const router_worker *sorted[ROUTER_WORKERS_MAX];
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < cluster->slots_used; i++) {
-        if (cluster->workers[i].used)
-            sorted[count++] = &cluster->workers[i];
-    }
-    qsort(sorted, count, sizeof sorted[0], by_name);
+    uint32_t count = sort_workers(cluster, sorted);
     for (uint32_t i = 0; i < count; i++) {
         const router_worker *worker = sorted[i];
         uint32_t slot = (uint32_t)(worker - cluster->workers);

@@ -59,7 +59,9 @@ typedef struct router_request_in {
     pd_sampling sampling;
     const uint32_t *end_tokens; /* empty with ignore_eos; at most ROUTER_END_TOKENS_MAX */
     uint32_t end_tokens_count;
-    uint32_t max_tokens; /* at least 1 */
+    uint32_t max_tokens;  /* at least 1 */
+    pd_hash128 hash_root; /* of the hashes' chain, which goes on over the answer */
+    int32_t priority;     /* higher goes first */
 } router_request_in;
 #define ROUTER_END_TOKENS_MAX 32
 
@@ -165,8 +167,30 @@ typedef struct router_worker_view {
 void router_core_each_worker(const router_core *core, uint64_t now_ns,
                              void (*fn)(void *ctx, const router_worker_view *view), void *ctx);
 
+/* Why an attempt was made again elsewhere. */
+typedef enum router_retry_reason {
+    ROUTER_RETRY_LOST,        /* the worker is gone */
+    ROUTER_RETRY_FAILED,      /* it said that it failed */
+    ROUTER_RETRY_SILENT,      /* a deadline passed */
+    ROUTER_RETRY_UNREACHABLE, /* it takes no messages */
+    ROUTER_RETRY_SEAL,        /* blocks were wrong twice */
+    ROUTER_RETRY_SESSION,     /* it began anew with this router */
+    ROUTER_RETRY_MISSING,     /* an audit found it gone */
+    ROUTER_RETRY_PEER,        /* a decode worker takes the prefill worker for dead */
+    ROUTER_RETRY_REASONS,
+} router_retry_reason;
+const char *router_retry_reason_name(router_retry_reason reason); /* "lost", ... */
+
 typedef struct router_core_counters {
-    uint64_t accepted, finished, failed, cancelled, retried, refused_overload;
+    uint64_t accepted, finished, failed, cancelled, refused_overload;
+    uint64_t retried, retries[ROUTER_RETRY_REASONS]; /* the sum, and by reason */
+    uint64_t resumed;                                /* retries of answers that had begun */
+    uint64_t budget_exhausted;                       /* not tried again: too many were lately */
+    uint64_t suspects; /* not tried again: two workers died computing it */
+    uint64_t suspended, gave_way, moves, moves_failed;
+    uint64_t pulls, pulls_failed;
+    /* differences that two audits in a row agreed on */
+    uint64_t audit_unknown, audit_missing, audit_unstarted, audit_waits;
     uint64_t leases_refused, workers_registered, workers_refused, workers_lost;
     uint64_t tokens, tokens_dropped; /* dropped: duplicates, old epochs, other incarnations */
     uint64_t prompt_tokens, cached_tokens, shipped_bytes;
@@ -176,6 +200,30 @@ typedef struct router_core_counters {
     uint32_t queued, active; /* now */
 } router_core_counters;
 router_core_counters router_core_counters_of(const router_core *core);
+
+/* How often each row of router/lifecycle.h's table was taken, in its order. */
+const uint64_t *router_core_transitions(const router_core *core, uint32_t *count_out);
+
+/* What a worker said last that it holds for this router, beside what the router counts on. */
+#define ROUTER_AUDIT_STATES      10 /* by pd_audit_state */
+#define ROUTER_AUDIT_MISSING_MAX 32
+typedef struct router_audit_view {
+    const char *name;
+    pd_role role;
+    uint64_t incarnation, age_ns;
+    pd_ledger ledger;
+    uint32_t states[ROUTER_AUDIT_STATES];
+    uint32_t expected_prefill, expected_decode; /* requests that were there when it was asked */
+    const pd_audit_entry *unknown;              /* held there, unknown here */
+    uint32_t unknown_count;
+    uint64_t missing[ROUTER_AUDIT_MISSING_MAX]; /* numbers of requests counted on, not there */
+    uint32_t missing_count;
+    const uint64_t *waits; /* given up incarnations that blocks there wait for */
+    uint32_t waits_count;
+} router_audit_view;
+/* Calls fn for every worker that has answered, ordered by name. */
+void router_core_each_audit(const router_core *core, uint64_t now_ns,
+                            void (*fn)(void *ctx, const router_audit_view *view), void *ctx);
 /* How many cached prompt tokens a running request has, as far as known; for usage when a stop
  * string ends it. 0 for unknown handles. */
 uint32_t router_core_cached_tokens(const router_core *core, router_handle request);

@@ -2,6 +2,8 @@
 #include "common/base/clock.h"
 #include "common/base/json.h"
 
+#include "router/audit_page.h"
+
 #include <inttypes.h>
 #include <math.h>
 #include <string.h>
@@ -168,6 +170,7 @@ static void write_core(const router_core_counters *c, pd_buf *out)
             "Answers ended by their client or a stop string.", NULL, c->cancelled);
     counter(out, "kvferry_requests_retried_total", "Attempts made again elsewhere.", NULL,
             c->retried);
+    audit_page_metrics(c, out);
     counter(out, "kvferry_requests_refused_total", "Requests refused for overload.", NULL,
             c->refused_overload);
     counter(out, "kvferry_leases_refused_total", "Leases a decode worker had no room for.", NULL,

@@ -1,6 +1,10 @@
 #include "router/request_table.h"
 #include "common/base/clock.h"
 #include "common/base/mem.h"
+#include "common/kv/prefix_hash.h"
+#include "router/patience.h"
+
+#include <string.h>
 
 enum { SLOT_BITS = ROUTER_HANDLE_SLOT_BITS };
 
@@ -15,6 +19,8 @@ pd_status router_requests_create(const router_requests_options *options,
     requests->policy =
         (router_policy_state){.policy = options->config->policy, .random = options->seed};
     requests->cost = options->config->cost;
+    requests->random = pd_mix64(options->seed);
+    requests->budget = max;
     requests->queue_head = requests->queue_tail = ROUTER_SLOT_NONE;
     requests->free_head = ROUTER_SLOT_NONE;
     requests->due_ns = requests->wake_ns = UINT64_MAX;
@@ -44,7 +50,7 @@ router_request *router_request_find(const router_requests *t, router_handle hand
     if (slot >= t->slots_used)
         return NULL;
     const router_request *r = &t->slots[slot];
-    bool named = r->state != ROUTER_REQUEST_FREE && r->key.number == handle;
+    bool named = r->state != ROUTER_REQUEST_NONE && r->key.number == handle;
     return named ? (router_request *)(uintptr_t)r : NULL;
 }
 
@@ -52,6 +58,13 @@ router_request *router_request_find_key(router_requests *t, const pd_request_key
 {
     router_request *r = key->router == t->o.router ? router_request_find(t, key->number) : NULL;
     return r != NULL && r->key.epoch == key->epoch ? r : NULL;
+}
+
+router_request *router_request_find_moving(router_requests *t, const pd_request_key *key)
+{
+    router_request *r = key->router == t->o.router ? router_request_find(t, key->number) : NULL;
+    bool moves = r != NULL && r->state == ROUTER_REQUEST_MOVING && r->move.epoch == key->epoch;
+    return moves ? r : NULL;
 }
 
 router_request *router_request_take(router_requests *t)
@@ -66,18 +79,41 @@ router_request *router_request_take(router_requests *t)
     router_request *r = &t->slots[slot];
     *r = (router_request){.queue_prev = ROUTER_SLOT_NONE, .queue_next = ROUTER_SLOT_NONE};
     r->key.router = t->o.router;
-    r->key.epoch = 1;
+    r->key.epoch = r->epoch_last = 1;
     r->key.number = ++t->counter << SLOT_BITS | slot;
     r->prefill = r->decode = r->avoid_prefill = r->avoid_decode = ROUTER_NO_WORKER;
+    r->pull.slot = r->move.slot = ROUTER_NO_WORKER;
     return r;
+}
+
+void router_request_put_back(router_requests *t, router_request *r)
+{
+    pd_assert(r->state == ROUTER_REQUEST_NONE);
+    pd_free(r->tokens);
+    pd_free(r->hashes);
+    r->tokens = NULL;
+    r->hashes = NULL;
+    r->queue_next = t->free_head;
+    t->free_head = router_request_slot(t, r);
+}
+
+void router_request_step(router_requests *t, router_request *r, router_event event)
+{
+    r->state = router_lifecycle_next(t->transitions, r->state, event);
+}
+
+/* Whether a waits behind b. */
+static bool behind(const router_request *a, const router_request *b)
+{
+    if (a->priority != b->priority)
+        return a->priority < b->priority;
+    return a->key.number >> SLOT_BITS > b->key.number >> SLOT_BITS;
 }
 
 void router_request_enqueue(router_requests *t, router_request *r)
 {
-    /* By arrival: one that was placed and refused goes back to where it was. */
     uint32_t slot = router_request_slot(t, r), after = t->queue_tail;
-    while (after != ROUTER_SLOT_NONE &&
-           t->slots[after].key.number >> SLOT_BITS > r->key.number >> SLOT_BITS)
+    while (after != ROUTER_SLOT_NONE && behind(&t->slots[after], r))
         after = t->slots[after].queue_prev;
     r->queue_prev = after;
     r->queue_next = after == ROUTER_SLOT_NONE ? t->queue_head : t->slots[after].queue_next;
@@ -113,7 +149,122 @@ void router_request_set_due(router_requests *t, router_request *r, uint64_t due_
         t->due_ns = r->due_ns;
 }
 
-/* ---- what workers are charged with ---- */
+void router_request_wake_at(router_requests *t, uint64_t when_ns)
+{
+    if (when_ns < t->wake_ns)
+        t->wake_ns = when_ns;
+}
+
+/* ---- tokens ---- */
+
+uint32_t router_request_base_tokens(const router_request *r)
+{
+    return r->prompt_tokens + r->base_index;
+}
+
+uint32_t router_request_left(const router_request *r)
+{
+    return r->max_tokens - r->base_index;
+}
+
+pd_status router_request_copy_in(router_request *r, const router_request_in *in)
+{
+    r->tokens_size = in->tokens_count + 1;
+    r->hashes_size = in->hashes_count + 1;
+    r->tokens = pd_malloc((size_t)r->tokens_size * sizeof *r->tokens);
+    r->hashes = pd_malloc((size_t)r->hashes_size * sizeof *r->hashes);
+    if (r->tokens == NULL || r->hashes == NULL)
+        return PD_E_NOMEM;
+    memcpy(r->tokens, in->tokens, in->tokens_count * sizeof *r->tokens);
+    if (in->hashes_count > 0)
+        memcpy(r->hashes, in->hashes, in->hashes_count * sizeof *r->hashes);
+    memcpy(r->id, in->id, sizeof r->id);
+    r->id[sizeof r->id - 1] = '\0';
+    r->prompt_tokens = in->tokens_count;
+    r->hashes_count = in->hashes_count;
+    r->hash_root = in->hash_root;
+    r->priority = in->priority;
+    r->sampling = in->sampling;
+    r->max_tokens = in->max_tokens;
+    r->end_tokens_count = in->end_tokens_count;
+    if (in->end_tokens_count > 0)
+        memcpy(r->end_tokens, in->end_tokens, in->end_tokens_count * sizeof *r->end_tokens);
+    return PD_OK;
+}
+
+pd_status router_request_keep_token(router_request *r, uint32_t token)
+{
+    uint32_t count = r->prompt_tokens + r->next_index;
+    if (count == r->tokens_size) {
+        uint32_t most = r->prompt_tokens + r->max_tokens;
+        uint32_t size = count + 64 + r->next_index;
+        size = size < most ? size : most;
+        uint32_t *tokens = pd_realloc(r->tokens, (size_t)size * sizeof *tokens);
+        if (tokens == NULL)
+            return PD_E_NOMEM;
+        r->tokens = tokens;
+        r->tokens_size = size;
+    }
+    r->tokens[count] = token;
+    return PD_OK;
+}
+
+pd_status router_request_extend_hashes(const router_requests *t, router_request *r, uint32_t count)
+{
+    uint32_t block_tokens = t->o.config->block_tokens;
+    uint32_t full = count / block_tokens;
+    pd_assert(count <= r->prompt_tokens + r->next_index);
+    if (full > r->hashes_size) {
+        pd_hash128 *hashes = pd_realloc(r->hashes, (size_t)full * sizeof *hashes);
+        if (hashes == NULL)
+            return PD_E_NOMEM;
+        r->hashes = hashes;
+        r->hashes_size = full;
+    }
+    while (r->hashes_count < full) {
+        uint32_t i = r->hashes_count++;
+        pd_hash128 before = i == 0 ? r->hash_root : r->hashes[i - 1];
+        r->hashes[i] =
+            pd_prefix_hash_next(before, r->tokens + (size_t)i * block_tokens, block_tokens);
+    }
+    return PD_OK;
+}
+
+/* ---- workers ---- */
+
+bool router_request_send(router_requests *t, uint32_t slot, const pd_message *message)
+{
+    return t->o.sink->send(t->o.sink->ctx, router_request_worker(t, slot)->identity, message);
+}
+
+bool router_request_send_start(router_requests *t, router_request *r, uint64_t landing_ns,
+                               uint64_t now_ns)
+{
+    pd_message message = {.kind = PD_MSG_DECODE_START};
+    pd_msg_decode_start *m = &message.decode_start;
+    m->key = r->key;
+    memcpy(m->id, r->id, sizeof m->id);
+    m->tokens = r->tokens;
+    m->tokens_count = r->prompt_tokens + r->next_index;
+    m->prompt_tokens = r->prompt_tokens;
+    m->sampling = r->sampling;
+    m->end_tokens = r->end_tokens;
+    m->end_tokens_count = r->end_tokens_count;
+    m->max_tokens = r->max_tokens;
+    m->landing_ms = router_patience_ms(landing_ns);
+    r->start_sent_ns = now_ns;
+    return router_request_send(t, r->decode, &message);
+}
+
+bool router_request_another_ready(const router_requests *t, pd_role role, uint32_t slot)
+{
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (i != slot && router_worker_ready(worker) && worker->hello.role == role)
+            return true;
+    }
+    return false;
+}
 
 router_worker *router_request_worker(router_requests *t, uint32_t slot)
 {
@@ -161,26 +312,48 @@ void router_request_discharge_decode(router_requests *t, router_request *r)
     worker->blocked_ns = 0; /* room comes back */
 }
 
-void router_request_cancel_at_workers(router_requests *t, const router_request *r)
+static void cancel_move(router_requests *t, const router_request *r)
 {
-    bool writes = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
-    pd_msg_cancel cancel = {.key = r->key, .unwritten = !writes && !r->writer_lost};
-
-    if (writes || (r->prefill_holds && r->prefill != ROUTER_NO_WORKER))
-        router_cluster_cancel(t->o.cluster, r->prefill, &cancel);
-    if (r->decode_open && r->decode != ROUTER_NO_WORKER)
+    const router_move *move = &r->move;
+    pd_msg_cancel cancel = {.key = r->key,
+                            .unwritten = !(move->asked && (move->open || move->may_land))};
+    cancel.key.epoch = move->epoch;
+    router_cluster_cancel(t->o.cluster, move->slot, &cancel);
+    if (move->asked && r->decode != ROUTER_NO_WORKER)
         router_cluster_cancel(t->o.cluster, r->decode, &cancel);
 }
 
-void router_request_leave_workers(router_requests *t, router_request *r)
+void router_request_cancel_at_workers(router_requests *t, const router_request *r, bool keep)
+{
+    bool writes = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
+    bool holds = r->prefill_holds && r->prefill != ROUTER_NO_WORKER;
+    bool decodes = r->decode_open && r->decode != ROUTER_NO_WORKER;
+    pd_msg_cancel cancel = {.key = r->key, .unwritten = !writes && !r->writer_lost, .keep = keep};
+
+    if (r->move.slot != ROUTER_NO_WORKER)
+        cancel_move(t, r);
+    if (writes || holds)
+        router_cluster_cancel(t->o.cluster, r->prefill, &cancel);
+    if (decodes)
+        router_cluster_cancel(t->o.cluster, r->decode, &cancel);
+    /* One that is the decode worker too has heard it. */
+    if (r->pull.slot != ROUTER_NO_WORKER && (r->pull.open || r->pull.holds) &&
+        !(decodes && r->pull.slot == r->decode))
+        router_cluster_cancel(t->o.cluster, r->pull.slot, &cancel);
+}
+
+void router_request_leave_workers(router_requests *t, router_request *r, bool keep)
 {
     router_request_discharge_prefill(t, r);
     router_request_discharge_decode(t, r);
-    router_request_cancel_at_workers(t, r);
+    router_request_cancel_at_workers(t, r, keep);
     r->prefill_open = r->prefill_holds = r->decode_open = r->writer_lost = false;
     r->started = r->landed = false;
     r->again = 0;
     r->prefill = r->decode = ROUTER_NO_WORKER;
+    r->pull = (router_pull){.slot = ROUTER_NO_WORKER};
+    r->move = (router_move){.slot = ROUTER_NO_WORKER};
+    r->missed_prefill = r->missed_decode = r->missed_move = r->unstarted = 0;
 }
 
 void router_request_block_worker(router_requests *t, uint32_t slot, uint64_t ms, uint64_t now_ns)
@@ -190,11 +363,10 @@ void router_request_block_worker(router_requests *t, uint32_t slot, uint64_t ms,
     if (ms > ROUTER_BLOCKED_MS_MAX)
         ms = ROUTER_BLOCKED_MS_MAX;
     router_request_worker(t, slot)->blocked_ns = now_ns + ms * PD_NS_PER_MS;
-    if (router_request_worker(t, slot)->blocked_ns < t->wake_ns)
-        t->wake_ns = router_request_worker(t, slot)->blocked_ns;
+    router_request_wake_at(t, router_request_worker(t, slot)->blocked_ns);
 }
 
-void router_request_release(router_requests *t, router_request *r)
+void router_request_release(router_requests *t, router_request *r, router_event event)
 {
     if (r->next_index > 0) { /* its prompt was worked through, whoever ended it */
         t->o.counters->prompt_tokens += r->prompt_tokens;
@@ -202,13 +374,8 @@ void router_request_release(router_requests *t, router_request *r)
     }
     if (r->state == ROUTER_REQUEST_QUEUED)
         router_request_dequeue(t, r);
-    router_request_leave_workers(t, r);
-    pd_free(r->tokens);
-    pd_free(r->hashes);
-    r->tokens = NULL;
-    r->hashes = NULL;
-    r->state = ROUTER_REQUEST_FREE;
-    r->queue_next = t->free_head;
-    t->free_head = router_request_slot(t, r);
+    router_request_leave_workers(t, r, false);
+    router_request_step(t, r, event);
+    router_request_put_back(t, r);
     t->o.counters->active--;
 }

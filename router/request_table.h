@@ -1,42 +1,66 @@
 #pragma once
 
-/* router/request_table.h - the requests of a router: their table, the queue of those that wait, and
- * what their workers are charged with.
+/* router/request_table.h - the requests of a router: their table, the queue of those that wait,
+ * their tokens, and what their workers are charged with.
  *
- * The inside of router/request.h: only that file, which moves requests from state to state, and
- * this one see it. Bounded by requests_max, allocated once. One thread. */
+ * The inside of router/request.h: only the files that move requests from state to state (request,
+ * retry, move, pull, audit) and this one see it. Bounded by requests_max, allocated once; tokens
+ * and hashes by the context. One thread. */
 
+#include "router/lifecycle.h"
 #include "router/request.h"
 
 enum {
-    ROUTER_EARLY_MAX = 32,      /* tokens that may wait for one before them */
-    ROUTER_BLOCKED_MS_MIN = 5,  /* a worker that refused is left alone for this long at least, */
-    ROUTER_BLOCKED_MS_MAX = 500 /* and this long at most, whatever it says */
+    ROUTER_EARLY_MAX = 32,       /* tokens that may wait for one before them */
+    ROUTER_BLOCKED_MS_MIN = 5,   /* a worker that refused is left alone for this long at least, */
+    ROUTER_BLOCKED_MS_MAX = 500, /* and this long at most, whatever it says */
+    ROUTER_DEATHS_MAX = 2,       /* workers that a request may bring down */
 };
 #define ROUTER_SLOT_NONE UINT32_MAX
-
-typedef enum router_request_state {
-    ROUTER_REQUEST_FREE,
-    ROUTER_REQUEST_QUEUED,
-    ROUTER_REQUEST_LEASING,
-    ROUTER_REQUEST_PREFILLING,
-    ROUTER_REQUEST_LANDING,
-    ROUTER_REQUEST_DECODING,
-    ROUTER_REQUEST_CLOSING,
-} router_request_state;
+#define ROUTER_SLOT_BITS (ROUTER_WORKERS_MAX / 64)
 
 typedef struct router_early_token {
     uint32_t index, token;
     pd_finish finish;
 } router_early_token;
 
+/* Leading blocks that the prefill worker fetches from a worker that holds them. */
+typedef struct router_pull {
+    uint32_t slot; /* who holds them; ROUTER_NO_WORKER: there is no pull */
+    uint32_t blocks;
+    double ms;  /* predicted, in place of computing them */
+    bool asked; /* ShipRequest is sent */
+    bool open;  /* its last word has not come */
+    bool holds; /* copies there, until Release */
+    uint32_t again;
+} router_pull;
+
+/* To another decode worker, with the KV: request.decode and key stay the old ones until the new
+ * one has it all. */
+typedef struct router_move {
+    uint32_t slot;  /* where to; ROUTER_NO_WORKER: there is none */
+    uint32_t epoch; /* of the key there */
+    uint64_t sent_ns;
+    bool asked;    /* ShipRequest is sent: it writes until its last word */
+    bool open;     /* the last word has not come */
+    bool may_land; /* it has, and bytes may still land */
+    uint32_t again;
+    uint32_t failed; /* moves of this suspension */
+    uint64_t tried[ROUTER_SLOT_BITS];
+} router_move;
+
 typedef struct router_request {
     router_request_state state;
     pd_request_key key;
+    uint32_t epoch_last; /* given out */
     char id[PD_REQUEST_ID_BYTES];
-    uint32_t *tokens; /* [prompt_tokens + 1]: the prompt, then the first token of the answer */
-    pd_hash128 *hashes;
-    uint32_t prompt_tokens, hashes_count, max_tokens;
+    uint32_t *tokens; /* [tokens_size]: the prompt, then the answer so far */
+    uint32_t tokens_size;
+    pd_hash128 *hashes; /* [hashes_count] of the full blocks; the chain goes on over the answer */
+    uint32_t hashes_count, hashes_size;
+    pd_hash128 hash_root;
+    uint32_t prompt_tokens, max_tokens;
+    int32_t priority;
     pd_sampling sampling;
     uint32_t end_tokens[ROUTER_END_TOKENS_MAX];
     uint32_t end_tokens_count;
@@ -49,24 +73,40 @@ typedef struct router_request {
     uint32_t again;           /* ShipAgain sent in this attempt */
     bool decode_open;         /* it has a lease or a sequence of ours */
     bool writer_lost;         /* nobody says that the prefill worker's writes have ended */
-    double charged_ms;        /* on the prefill worker's queue; 0 when taken off */
+    uint64_t lease_sent_ns, prefill_sent_ns, start_sent_ns;
+    double charged_ms; /* on the prefill worker's queue; 0 when taken off */
     bool charged_prefill, charged_decode;
     router_terms terms; /* of the last choice */
+    router_pull pull;
+    router_move move;
+    pd_msg_suspended suspended;
+    uint64_t suspended_ns;
 
     uint32_t next_index; /* of the answer */
+    uint32_t base_index; /* what the prefill worker of this attempt samples; the decode worker's
+                            come after it */
     uint32_t early_count;
     router_early_token early[ROUTER_EARLY_MAX];
     pd_finish reason;
     uint32_t cached_tokens;
+    bool cached_known;
 
-    uint32_t retries;
+    uint32_t failures, failures_in_row; /* attempts that failed; without a new token in between */
+    uint32_t gave_way;
+    char killed[ROUTER_DEATHS_MAX][PD_NAME_BYTES]; /* workers that died computing it */
+    uint32_t killed_count;
     uint32_t peer_refusals; /* leases refused because the prefill worker is gone */
     uint32_t avoid_prefill, avoid_decode;
-    uint64_t too_small[ROUTER_WORKERS_MAX / 64];
+    uint64_t too_small[ROUTER_SLOT_BITS];
 
     uint64_t arrived_ns, placed_ns, first_ns, queue_due_ns, due_ns, total_due_ns;
+    uint64_t not_before_ns; /* queued: backing off */
     uint64_t queued_ns;
     uint32_t queue_prev, queue_next; /* slots; ROUTER_SLOT_NONE at the ends */
+
+    /* the audit's: what was seen in the report being read, and how often in a row it was not */
+    uint32_t audit_seen;
+    uint8_t missed_prefill, missed_decode, missed_move, unstarted;
 } router_request;
 
 struct router_requests {
@@ -74,11 +114,15 @@ struct router_requests {
     router_policy_state policy;
     pd_cost cost;
     uint64_t counter;
+    uint64_t random; /* of backoffs */
+    uint64_t transitions[ROUTER_TRANSITIONS_MAX];
+    double budget; /* retries that may be made now */
+    uint64_t budget_ns;
     uint32_t queue_head, queue_tail, queue_count;
     uint32_t free_head; /* through queue_next */
     uint32_t slots_used;
     uint64_t due_ns;  /* no deadline is earlier; may itself be too early */
-    uint64_t wake_ns; /* a blocked worker may be asked again */
+    uint64_t wake_ns; /* a blocked worker, or a request that backs off, may be tried again */
     router_request slots[];
 };
 
@@ -88,16 +132,45 @@ uint32_t router_request_slot(const router_requests *t, const router_request *r);
 router_request *router_request_find(const router_requests *t, router_handle handle);
 /* The request a worker's message is about, if it is about the current attempt; else NULL. */
 router_request *router_request_find_key(router_requests *t, const pd_request_key *key);
-/* A fresh request with a key and epoch 1, not queued; NULL when the table is full. */
+/* The request of which this is the key where it moves to; else NULL. */
+router_request *router_request_find_moving(router_requests *t, const pd_request_key *key);
+/* A fresh request with a key and epoch 1, in state NONE; NULL when the table is full. */
 router_request *router_request_take(router_requests *t);
-/* Into the queue by arrival: one that was placed and refused goes back to where it was. */
+/* Back to the table, never begun. */
+void router_request_put_back(router_requests *t, router_request *r);
+/* To the state that the table names. */
+void router_request_step(router_requests *t, router_request *r, router_event event);
+/* Into the queue by priority, then arrival: one that was placed and refused goes back to where it
+ * was. */
 void router_request_enqueue(router_requests *t, router_request *r);
 /* Out of the queue, in which it is. */
 void router_request_dequeue(router_requests *t, router_request *r);
 /* Its next deadline: due_ns, or the one of the whole if that is earlier. */
 void router_request_set_due(router_requests *t, router_request *r, uint64_t due_ns);
+/* The table's wake_ns is not later than this. */
+void router_request_wake_at(router_requests *t, uint64_t when_ns);
+
+/* ---- tokens ---- */
+
+/* What the prefill worker of this attempt is given: the prompt and the answer so far. */
+uint32_t router_request_base_tokens(const router_request *r);
+/* Tokens of the answer that may still come after those. */
+uint32_t router_request_left(const router_request *r);
+/* Copies what the request is made of. Errors: PD_E_NOMEM. */
+PD_CHECKED pd_status router_request_copy_in(router_request *r, const router_request_in *in);
+/* Appends the answer's next token. Errors: PD_E_NOMEM. */
+PD_CHECKED pd_status router_request_keep_token(router_request *r, uint32_t token);
+/* The hash chain covers the full blocks of the first count tokens. Errors: PD_E_NOMEM. */
+PD_CHECKED pd_status router_request_extend_hashes(const router_requests *t, router_request *r,
+                                                  uint32_t count);
+
+/* ---- workers ---- */
+
 /* The worker in that slot of the cluster. */
 router_worker *router_request_worker(router_requests *t, uint32_t slot);
+bool router_request_send(router_requests *t, uint32_t slot, const pd_message *message);
+/* A worker of that role, other than the one in slot, takes new work. */
+bool router_request_another_ready(const router_requests *t, pd_role role, uint32_t slot);
 /* Work just sent counts at once, on the worker it was sent to, and is taken off once. */
 void router_request_charge_prefill(router_requests *t, router_request *r);
 void router_request_discharge_prefill(router_requests *t, router_request *r);
@@ -106,11 +179,15 @@ void router_request_discharge_decode(router_requests *t, router_request *r);
 /* Cancels at the workers that have it. A prefill worker that was never asked, or has said its last
  * word, writes nothing more: the decode worker is told, since no abort will come to it. One that
  * was lost may only stand still, and write on later: whether it is dead the decode worker finds
- * out. */
-void router_request_cancel_at_workers(router_requests *t, const router_request *r);
+ * out. keep: the decode worker's full blocks stay as cache. */
+void router_request_cancel_at_workers(router_requests *t, const router_request *r, bool keep);
 /* Nobody works on the request afterwards. */
-void router_request_leave_workers(router_requests *t, router_request *r);
+void router_request_leave_workers(router_requests *t, router_request *r, bool keep);
+/* DecodeStart to its decode worker; false: not taken. */
+bool router_request_send_start(router_requests *t, router_request *r, uint64_t landing_ns,
+                               uint64_t now_ns);
 /* A worker that refused is left alone for about ms. */
 void router_request_block_worker(router_requests *t, uint32_t slot, uint64_t ms, uint64_t now_ns);
-/* The slot is free: out of the queue, cancelled everywhere, its memory given back. */
-void router_request_release(router_requests *t, router_request *r);
+/* The slot is free: out of the queue, cancelled everywhere, its memory given back. event: what ends
+ * it. */
+void router_request_release(router_requests *t, router_request *r, router_event event);

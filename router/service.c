@@ -2,6 +2,7 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "router/audit_page.h"
 #include "router/pages.h"
 #include "router/session.h"
 
@@ -235,6 +236,15 @@ static void get_workers(service *s, http_exchange *x, const char *id)
     pd_buf_fini(&body);
 }
 
+static void get_audit(service *s, http_exchange *x, const char *id)
+{
+    pd_buf body;
+    pd_buf_init(&body, PAGE_MAX);
+    audit_page(s->core, pd_clock_now_ns(), &body);
+    answer(s, x, "audit", id, 200, "application/json", &body);
+    pd_buf_fini(&body);
+}
+
 static void get_metrics(service *s, http_exchange *x, const char *id)
 {
     pd_buf body;
@@ -318,6 +328,7 @@ static const struct {
     {"/ready", false, get_ready},
     {"/metrics", false, get_metrics},
     {"/workers", false, get_workers},
+    {"/audit", false, get_audit},
 };
 
 static void wrong_method(service *s, http_exchange *x, const char *id, bool post)

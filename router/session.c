@@ -327,6 +327,8 @@ static void start_choice(session *s, session_choice *choice, const api_request *
         .end_tokens = end_ids,
         .end_tokens_count = request->ignore_eos ? 0 : (uint32_t)end_count,
         .max_tokens = choice->prompt->max_tokens,
+        .hash_root = env->text->hash_root,
+        .priority = request->priority,
     };
     if (in.end_tokens_count > ROUTER_END_TOKENS_MAX)
         in.end_tokens_count = ROUTER_END_TOKENS_MAX;

@@ -5,7 +5,17 @@
 
 #include <stdio.h>
 
-enum { TO_ROUTER, TO_ROUTER_BARE, TO_WORKER, HEARTBEAT, STEP, PREFILLED, SHIPPED, SAY_STARTED };
+enum {
+    TO_ROUTER,
+    TO_ROUTER_BARE,
+    TO_WORKER,
+    HEARTBEAT,
+    STEP,
+    PREFILLED,
+    SHIPPED,
+    SAY_STARTED,
+    SENT
+};
 enum { STARTED_AGAIN_MS = 500 };
 
 uint32_t fake_below(fake *f, uint32_t bound)
@@ -56,6 +66,23 @@ static uint64_t delay(fake *f)
     return 10000 + (uint64_t)fake_below(f, f->delay_max_us) * 1000;
 }
 
+static bool about_request(const pd_message *message)
+{
+    switch (message->kind) {
+    case PD_MSG_HELLO:
+    case PD_MSG_HEARTBEAT:
+    case PD_MSG_LINK:
+    case PD_MSG_BYE:
+    case PD_MSG_KV_EVENTS:
+    case PD_MSG_WELCOME:
+    case PD_MSG_REFUSED:
+    case PD_MSG_ROUTER_HEARTBEAT:
+    case PD_MSG_PEER_UP:
+    case PD_MSG_SNAPSHOT_REQUEST: return false;
+    default: return true;
+    }
+}
+
 static void carry(fake *f, int kind, uint32_t worker, uint64_t *channel_ns,
                   const pd_message *message)
 {
@@ -63,9 +90,11 @@ static void carry(fake *f, int kind, uint32_t worker, uint64_t *channel_ns,
     pd_buf_init(&buf, PD_MESSAGE_BYTES_MAX);
     assert_int_equal(pd_message_pack(message, &buf), PD_OK);
     uint64_t due_ns = f->now_ns + delay(f);
-    if (due_ns <= *channel_ns)
+    bool disorder = about_request(message) && fake_below(f, 1000) < f->disorder;
+    if (due_ns <= *channel_ns && !disorder)
         due_ns = *channel_ns + 1;
-    *channel_ns = due_ns;
+    if (due_ns > *channel_ns)
+        *channel_ns = due_ns;
     fake_event *e = push(f, due_ns, kind, worker);
     e->bytes = malloc(buf.len + 1);
     assert_non_null(e->bytes);
@@ -76,6 +105,8 @@ static void carry(fake *f, int kind, uint32_t worker, uint64_t *channel_ns,
 
 static bool lost(fake *f, const pd_message *message)
 {
+    if (about_request(message) && fake_below(f, 1000) < f->loss)
+        return true;
     if (f->lose[message->kind] == 0)
         return false;
     f->lose[message->kind]--;
@@ -88,7 +119,10 @@ static void say(fake *f, uint32_t worker, const pd_message *message)
     if (!w->alive || w->mute || lost(f, message))
         return;
     bool bare = message->kind == PD_MSG_STEP_TOKENS || message->kind == PD_MSG_KV_EVENTS;
-    carry(f, bare ? TO_ROUTER_BARE : TO_ROUTER, worker, &w->last_ns[bare], message);
+    bool twice = about_request(message) && fake_below(f, 1000) < f->duplicates;
+    f->repeated |= twice;
+    for (int i = 0; i < 1 + twice; i++)
+        carry(f, bare ? TO_ROUTER_BARE : TO_ROUTER, worker, &w->last_ns[bare], message);
 }
 
 static bool sink_send(void *ctx, const char *to, const pd_message *message)
@@ -101,7 +135,10 @@ static bool sink_send(void *ctx, const char *to, const pd_message *message)
         fake_worker *w = &f->workers[i];
         if (strcmp(w->identity, to) != 0)
             continue;
-        carry(f, TO_WORKER, i, &w->inbox_ns, message);
+        bool twice = about_request(message) && fake_below(f, 1000) < f->duplicates;
+        f->repeated |= twice;
+        for (int n = 0; n < 1 + twice; n++)
+            carry(f, TO_WORKER, i, &w->inbox_ns, message);
         return true;
     }
     return false; /* of an incarnation that ended */
@@ -152,8 +189,16 @@ void fake_config(router_core_config *config)
 
 void fake_init(fake *f, uint64_t seed, const router_sink *sink)
 {
+    fake_init_with(f, seed, sink, NULL);
+}
+
+void fake_init_with(fake *f, uint64_t seed, const router_sink *sink,
+                    void (*change)(router_core_config *config))
+{
     *f = (fake){.random = seed, .now_ns = PD_NS_PER_S, .sink = *sink, .delay_max_us = 2000};
     fake_config(&f->config);
+    if (change != NULL)
+        change(&f->config);
     const router_sink mine = {f, sink_send, sink_token, sink_finish, sink_error};
     assert_int_equal(router_core_create(&f->config, 0x77, seed, &mine, f->now_ns, &f->core), PD_OK);
 }
@@ -183,7 +228,8 @@ void fake_hello(const fake *f, const fake_worker *w, pd_msg_hello *hello)
                             .transfer_address_len = 8,
                             .pid = 1,
                             .host = 2,
-                            .started = 3};
+                            .started = 3,
+                            .session = w->session};
     memcpy(hello->name, w->name, sizeof hello->name);
     strcpy(hello->model, "fake");
     strcpy(hello->layout, "f16 fake");
@@ -221,6 +267,35 @@ uint32_t fake_add(fake *f, pd_role role, uint32_t blocks)
     return i;
 }
 
+void fake_new_session(fake *f, uint32_t i)
+{
+    fake_worker *w = &f->workers[i];
+    w->free = w->blocks;
+    w->prefills = 0;
+    memset(w->leases, 0, sizeof w->leases);
+    w->session++;
+    pd_message message = {.kind = PD_MSG_HELLO};
+    fake_hello(f, w, &message.hello);
+    say(f, i, &message);
+}
+
+void fake_store(fake *f, uint32_t i, const pd_hash128 *hashes, uint32_t count)
+{
+    fake_worker *w = &f->workers[i];
+    pd_kv_event events[64];
+    pd_message message = {.kind = PD_MSG_KV_EVENTS,
+                          .kv_events = {.incarnation = w->incarnation,
+                                        .first_sequence = w->sequence + 1,
+                                        .events = events,
+                                        .events_count = count}};
+    assert_true(count <= 64);
+    for (uint32_t n = 0; n < count; n++)
+        events[n] = (pd_kv_event){PD_KV_STORED, hashes[n]};
+    w->sequence += count;
+    memcpy(message.kv_events.name, w->name, sizeof w->name);
+    say(f, i, &message);
+}
+
 void fake_kill(fake *f, uint32_t worker)
 {
     f->workers[worker].alive = false;
@@ -253,12 +328,33 @@ static void end_lease(fake_worker *w, fake_lease *lease)
     lease->blocks = 0;
 }
 
+static void say_bound(fake *f, uint32_t i, const pd_request_key *key)
+{
+    fake_lease *lease = find_lease(&f->workers[i], key);
+    pd_block blocks[512];
+    pd_message message = {.kind = PD_MSG_LEASE_REPLY, .lease_reply = {.key = *key, .bound = true}};
+    if (lease == NULL) {
+        message.lease_reply.status = PD_E_NOT_FOUND;
+    } else {
+        lease->bound = true;
+        for (uint32_t n = 0; n < lease->prompt_blocks; n++)
+            blocks[n] = n;
+        message.lease_reply.blocks = blocks;
+        message.lease_reply.blocks_count = lease->prompt_blocks;
+    }
+    say(f, i, &message);
+}
+
 static void on_lease(fake *f, uint32_t i, const pd_msg_lease_request *request)
 {
     fake_worker *w = &f->workers[i];
     uint32_t total = (request->prompt_tokens + request->max_tokens) / FAKE_BLOCK + 1;
     pd_message message = {.kind = PD_MSG_LEASE_REPLY, .lease_reply = {.key = request->key}};
-    assert_null(find_lease(w, &request->key)); /* a key is used once */
+    w->last_lease = *request;
+    if (find_lease(w, &request->key) != NULL) {
+        assert_true(f->repeated); /* a key is used once */
+        return;
+    }
     assert_int_equal(request->sender.pid, 1);
     assert_int_equal(request->sender.host, 2);
     assert_int_equal(request->sender.started, 3);
@@ -276,27 +372,15 @@ static void on_lease(fake *f, uint32_t i, const pd_msg_lease_request *request)
         *room =
             (fake_lease){.key = request->key,
                          .blocks = total,
+                         .bound = request->bind,
                          .prompt_blocks = (request->prompt_tokens + FAKE_BLOCK - 1) / FAKE_BLOCK};
         w->free -= total;
+        if (request->bind) {
+            say_bound(f, i, &request->key);
+            return;
+        }
     }
-    say(f, i, &message);
-}
-
-static void on_bind(fake *f, uint32_t i, const pd_msg_bind *bind)
-{
-    fake_lease *lease = find_lease(&f->workers[i], &bind->key);
-    pd_block blocks[512];
-    pd_message message = {.kind = PD_MSG_LEASE_REPLY,
-                          .lease_reply = {.key = bind->key, .bound = true}};
-    if (lease == NULL) {
-        message.lease_reply.status = PD_E_NOT_FOUND;
-    } else {
-        lease->bound = true;
-        for (uint32_t n = 0; n < lease->prompt_blocks; n++)
-            blocks[n] = n;
-        message.lease_reply.blocks = blocks;
-        message.lease_reply.blocks_count = lease->prompt_blocks;
-    }
+    message.lease_reply.bound = request->bind;
     say(f, i, &message);
 }
 
@@ -336,15 +420,35 @@ static void on_prefill(fake *f, uint32_t i, const pd_msg_prefill_request *reques
 {
     fake_worker *w = &f->workers[i];
     assert_int_equal(request->blocks_count, 0); /* targets come later */
-    if (fake_below(f, 1000) < f->overload_prefill || w->prefills == FAKE_LEASES_MAX) {
-        const fake_prompt refused = {.key = request->key};
-        say_done(f, i, &refused, PD_E_OVERLOAD);
+    uint32_t index = request->tokens_count - request->prompt_tokens;
+    for (uint32_t n = 0; n < index; n++) /* the answer so far */
+        assert_int_equal(request->tokens[request->prompt_tokens + n],
+                         fake_token(request->tokens[0], n));
+    w->last_prefill = *request;
+    if (request->hashes_count > 0)
+        w->last_hash = request->hashes[request->hashes_count - 1];
+    if (find_prompt(w, &request->key) != NULL) {
+        assert_true(f->repeated); /* a key is used once */
         return;
     }
-    w->prompts[w->prefills++] =
-        (fake_prompt){.key = request->key, .first = request->tokens[0], .ship = request->ship};
+    const fake_prompt prompt = {.key = request->key,
+                                .first = request->tokens[0],
+                                .index = index,
+                                .pull_blocks = request->pull_blocks,
+                                .ship = request->ship};
+    if (f->prefill_status != PD_OK) {
+        say_done(f, i, &prompt, f->prefill_status);
+        return;
+    }
+    if (fake_below(f, 1000) < f->overload_prefill || w->prefills == FAKE_LEASES_MAX) {
+        say_done(f, i, &prompt, PD_E_OVERLOAD);
+        return;
+    }
+    w->prompts[w->prefills++] = prompt;
     push(f, f->now_ns + delay(f), SAY_STARTED, i)->key = request->key;
-    push(f, f->now_ns + PD_NS_PER_MS + delay(f), PREFILLED, i)->key = request->key;
+    /* its patience with a pull, or the time it computes */
+    uint64_t ms = request->pull_blocks > 0 ? request->pull_ms : 1;
+    push(f, f->now_ns + ms * PD_NS_PER_MS + delay(f), PREFILLED, i)->key = request->key;
 }
 
 /* Said until the targets are there. */
@@ -353,7 +457,14 @@ static void say_started(fake *f, uint32_t i, const pd_request_key *key)
     const fake_prompt *prompt = find_prompt(&f->workers[i], key);
     if (prompt == NULL || !prompt->ship || prompt->targets)
         return;
-    pd_message message = {.kind = PD_MSG_PREFILL_STARTED, .prefill_started = {.key = *key}};
+    pd_block blocks[64];
+    pd_message message = {.kind = PD_MSG_PREFILL_STARTED,
+                          .prefill_started = {.key = *key,
+                                              .pull_blocks = blocks,
+                                              .pull_blocks_count = prompt->pull_blocks}};
+    assert_true(prompt->pull_blocks <= 64);
+    for (uint32_t n = 0; n < prompt->pull_blocks; n++)
+        blocks[n] = 100 + n;
     say(f, i, &message);
     push(f, f->now_ns + STARTED_AGAIN_MS * PD_NS_PER_MS, SAY_STARTED, i)->key = *key;
 }
@@ -367,7 +478,7 @@ static void ship(fake *f, uint32_t i, fake_prompt *prompt)
 static void on_targets(fake *f, uint32_t i, const pd_msg_targets *targets)
 {
     fake_prompt *prompt = find_prompt(&f->workers[i], &targets->key);
-    if (prompt == NULL || prompt->targets)
+    if (prompt == NULL || prompt->targets || prompt->source)
         return;
     assert_true(prompt->ship);
     prompt->targets = true;
@@ -390,10 +501,11 @@ static void say_tokens(fake *f, uint32_t i, const pd_step_token *tokens, uint32_
 static void on_prefilled(fake *f, uint32_t i, const fake_event *e)
 {
     fake_prompt *prompt = find_prompt(&f->workers[i], &e->key);
-    if (prompt == NULL)
-        return; /* cancelled */
-    pd_step_token token = {.key = e->key, .index = 0, .token = fake_token(prompt->first, 0)};
-    if (prompt->first % 1000 < f->end_first)
+    if (prompt == NULL || prompt->computed)
+        return; /* cancelled, or it did not have to wait for the pull */
+    pd_step_token token = {
+        .key = e->key, .index = prompt->index, .token = fake_token(prompt->first, prompt->index)};
+    if (prompt->index == 0 && prompt->first % 1000 < f->end_first)
         token.finish = PD_FINISH_STOP;
     else if (!prompt->ship)
         token.finish = PD_FINISH_LENGTH;
@@ -436,6 +548,67 @@ static void arrive(fake *f, uint32_t i, fake_lease *lease, const fake_prompt *pr
     }
 }
 
+/* A ShipRequest is done: at a prefill worker it was a pull, at a decode worker a move. */
+static void on_sent(fake *f, uint32_t i, const fake_event *e)
+{
+    fake_prompt *source = find_prompt(&f->workers[i], &e->key);
+    if (source == NULL)
+        return;
+    pd_message done = {.kind = PD_MSG_SHIP_DONE,
+                       .ship_done = {.key = e->key, .ship_bytes = 10, .ship_ms = 1}};
+    done.ship_done.again = source->again;
+    if (fake_below(f, 1000) < f->ship_failures) {
+        done.ship_done.status = PD_E_PEER;
+        strcpy(done.ship_done.reason, "the link was cut");
+        drop_prefill(&f->workers[i], &e->key);
+        say(f, i, &done);
+        return;
+    }
+    for (uint32_t n = 0; n < f->workers_count; n++) {
+        fake_worker *to = &f->workers[n];
+        fake_lease *lease = find_lease(to, &e->key);
+        fake_prompt *prompt = n == i ? NULL : find_prompt(to, &e->key);
+        if (!to->alive)
+            continue;
+        if (source->source_epoch != 0 && lease != NULL && lease->bound && !lease->landed) {
+            lease->prompt_first = source->first;
+            say_landed(f, n, lease);
+        } else if (source->source_epoch == 0 && prompt != NULL && !prompt->computed) {
+            pd_message landed = {.kind = PD_MSG_LANDED, .landed = {.key = e->key}};
+            to->pulled++;
+            say(f, n, &landed);
+            push(f, f->now_ns + PD_NS_PER_MS, PREFILLED, n)->key = e->key;
+        }
+    }
+    say(f, i, &done);
+}
+
+static void on_ship_request(fake *f, uint32_t i, const pd_msg_ship_request *request)
+{
+    fake_worker *w = &f->workers[i];
+    w->last_ship = *request;
+    assert_int_equal(request->receiver.transfer_address_len, 8);
+    if (find_prompt(w, &request->key) != NULL || w->prefills == FAKE_LEASES_MAX)
+        return;
+    fake_prompt source = {
+        .key = request->key, .source = true, .source_epoch = request->source_epoch};
+    if (request->source_epoch != 0) {
+        pd_request_key key = request->key;
+        key.epoch = request->source_epoch;
+        const fake_lease *lease = find_lease(w, &key);
+        if (lease == NULL || !lease->suspended) {
+            pd_message message = {.kind = PD_MSG_SHIP_DONE,
+                                  .ship_done = {.key = request->key, .status = PD_E_NOT_FOUND}};
+            say(f, i, &message);
+            return;
+        }
+        source.first = lease->prompt_first;
+        assert_int_equal(request->kv_tokens, lease->prompt_tokens + lease->next - 1);
+    }
+    w->prompts[w->prefills++] = source;
+    push(f, f->now_ns + delay(f), SENT, i)->key = request->key;
+}
+
 static void on_shipped(fake *f, uint32_t i, const fake_event *e)
 {
     fake_prompt *prompt = find_prompt(&f->workers[i], &e->key);
@@ -459,7 +632,7 @@ static void on_ship_again(fake *f, uint32_t i, const pd_msg_ship_again *again)
         return;
     }
     prompt->again++;
-    push(f, f->now_ns + delay(f), SHIPPED, i)->key = prompt->key;
+    push(f, f->now_ns + delay(f), prompt->source ? SENT : SHIPPED, i)->key = prompt->key;
 }
 
 void fake_cut(fake *f, uint32_t i, bool may_land)
@@ -481,11 +654,40 @@ static void on_start(fake *f, uint32_t i, const pd_msg_decode_start *start)
     fake_lease *lease = find_lease(&f->workers[i], &start->key);
     if (lease == NULL)
         return; /* it was cancelled */
+    fake_worker *w = &f->workers[i];
+    uint32_t answered = start->tokens_count - start->prompt_tokens;
+    w->last_start = *start;
+    assert_true(answered >= 1);
+    for (uint32_t n = 0; n < answered; n++)
+        assert_int_equal(start->tokens[start->prompt_tokens + n], fake_token(start->tokens[0], n));
+    if (lease->decoding) { /* said again */
+        w->started_again++;
+        return;
+    }
     lease->decoding = true;
-    lease->next = start->tokens_count - start->prompt_tokens;
+    lease->next = answered;
     lease->max = start->max_tokens;
-    assert_int_equal(lease->next, 1);
-    assert_int_equal(start->tokens[start->prompt_tokens], fake_token(start->tokens[0], 0));
+    lease->prompt_tokens = start->prompt_tokens;
+}
+
+static void say_suspended(fake *f, uint32_t i, fake_lease *lease)
+{
+    lease->suspended = true;
+    pd_message message = {.kind = PD_MSG_SUSPENDED,
+                          .suspended = {.key = lease->key,
+                                        .answered = lease->next,
+                                        .kv_tokens = lease->prompt_tokens + lease->next - 1,
+                                        .blocks = lease->blocks}};
+    say(f, i, &message);
+}
+
+static void say_failed(fake *f, uint32_t i, fake_lease *lease)
+{
+    pd_message message = {.kind = PD_MSG_DECODE_FAILED,
+                          .decode_failed = {.key = lease->key, .status = f->decode_status}};
+    strcpy(message.decode_failed.reason, "as it was told");
+    end_lease(&f->workers[i], lease);
+    say(f, i, &message);
 }
 
 static void on_step(fake *f, uint32_t i)
@@ -495,8 +697,16 @@ static void on_step(fake *f, uint32_t i)
     uint32_t count = 0;
     for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++) {
         fake_lease *lease = &w->leases[n];
-        if (lease->blocks == 0 || !lease->decoding || !lease->landed)
+        if (lease->blocks == 0 || !lease->decoding || !lease->landed || lease->suspended)
             continue;
+        if (f->decode_status != PD_OK) {
+            say_failed(f, i, lease);
+            continue;
+        }
+        if (fake_below(f, 1000) < f->suspends) {
+            say_suspended(f, i, lease);
+            continue;
+        }
         bool last = lease->next + 1 == lease->max;
         tokens[count++] = (pd_step_token){.key = lease->key,
                                           .index = lease->next,
@@ -509,6 +719,43 @@ static void on_step(fake *f, uint32_t i)
     if (count > 0)
         say_tokens(f, i, tokens, count);
     push(f, f->now_ns + PD_NS_PER_MS, STEP, i);
+}
+
+static void on_audit(fake *f, uint32_t i, const pd_msg_audit *audit)
+{
+    fake_worker *w = &f->workers[i];
+    pd_audit_entry entries[2 * FAKE_LEASES_MAX];
+    uint32_t count = 0;
+    for (uint32_t n = 0; n < w->prefills; n++) {
+        const fake_prompt *p = &w->prompts[n];
+        entries[count++] = (pd_audit_entry){
+            p->key, p->computed || p->source ? PD_AUDIT_HOLDING : PD_AUDIT_COMPUTING, 1};
+    }
+    for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++) {
+        const fake_lease *l = &w->leases[n];
+        if (l->blocks == 0)
+            continue;
+        pd_audit_state state = l->suspended ? PD_AUDIT_SUSPENDED
+                               : l->landed  ? (l->decoding ? PD_AUDIT_RUNNING : PD_AUDIT_LANDED)
+                               : l->bound   ? PD_AUDIT_LANDING
+                                            : PD_AUDIT_PROMISED;
+        entries[count++] = (pd_audit_entry){l->key, state, l->blocks};
+    }
+    pd_message message = {.kind = PD_MSG_AUDIT_REPLY,
+                          .audit_reply = {.incarnation = w->incarnation,
+                                          .serial = audit->serial,
+                                          .ledger = {.total = w->blocks, .free = w->free},
+                                          .entries = entries,
+                                          .entries_count = count,
+                                          .waits_for = &w->waits_for,
+                                          .waits_for_count = w->waits_for != 0}};
+    say(f, i, &message);
+}
+
+static void on_pull_end(fake *f, uint32_t i, const pd_msg_pull_end *end)
+{
+    f->workers[i].pull_ends++;
+    push(f, f->now_ns + PD_NS_PER_MS, PREFILLED, i)->key = end->key;
 }
 
 static void on_cancel(fake *f, uint32_t i, const pd_request_key *key)
@@ -539,10 +786,12 @@ static void on_peer_up(fake *f, uint32_t i, const pd_msg_peer_up *peer)
 }
 
 /* The decode worker is told that a writer died: what has not landed never will. */
-static void on_peer_gone(fake *f, uint32_t i)
+static void on_peer_gone(fake *f, uint32_t i, const pd_msg_peer_gone *gone)
 {
     fake_worker *w = &f->workers[i];
     w->peers_gone++;
+    if (w->waits_for == gone->incarnation)
+        w->waits_for = 0;
     for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++) {
         fake_lease *lease = &w->leases[n];
         if (lease->blocks == 0 || lease->landed || !lease->decoding)
@@ -577,6 +826,7 @@ static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
 {
     fake_worker *w = &f->workers[i];
     w->cancels += message->kind == PD_MSG_CANCEL;
+    w->kept += message->kind == PD_MSG_CANCEL && message->cancel.keep;
     w->unwritten += message->kind == PD_MSG_CANCEL && message->cancel.unwritten;
     if (w->deaf && (message->kind == PD_MSG_LEASE_REQUEST || message->kind == PD_MSG_DECODE_START ||
                     message->kind == PD_MSG_PREFILL_REQUEST))
@@ -588,10 +838,13 @@ static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
         memcpy(w->refusal, message->refused.reason, sizeof w->refusal);
         break;
     case PD_MSG_PEER_UP: on_peer_up(f, i, &message->peer_up); break;
-    case PD_MSG_PEER_GONE: on_peer_gone(f, i); break;
+    case PD_MSG_PEER_GONE: on_peer_gone(f, i, &message->peer_gone); break;
     case PD_MSG_LEASE_REQUEST: on_lease(f, i, &message->lease_request); break;
     case PD_MSG_PREFILL_REQUEST: on_prefill(f, i, &message->prefill_request); break;
-    case PD_MSG_BIND: on_bind(f, i, &message->bind); break;
+    case PD_MSG_BIND: say_bound(f, i, &message->bind.key); break;
+    case PD_MSG_SHIP_REQUEST: on_ship_request(f, i, &message->ship_request); break;
+    case PD_MSG_PULL_END: on_pull_end(f, i, &message->pull_end); break;
+    case PD_MSG_AUDIT: on_audit(f, i, &message->audit); break;
     case PD_MSG_TARGETS: on_targets(f, i, &message->targets); break;
     case PD_MSG_RELEASE: drop_prefill(w, &message->release.key); break;
     case PD_MSG_SHIP_AGAIN: on_ship_again(f, i, &message->ship_again); break;
@@ -654,6 +907,7 @@ static void handle(fake *f, fake_event *e)
         case STEP: on_step(f, e->worker); break;
         case PREFILLED: on_prefilled(f, e->worker, e); break;
         case SHIPPED: on_shipped(f, e->worker, e); break;
+        case SENT: on_sent(f, e->worker, e); break;
         case SAY_STARTED: say_started(f, e->worker, &e->key); break;
         default: deliver(f, e); break;
         }

@@ -27,17 +27,21 @@
 typedef struct fake_lease {
     pd_request_key key;
     uint32_t blocks;
-    uint32_t prompt_blocks;
-    bool bound, decoding, landed;
+    uint32_t prompt_blocks, prompt_tokens;
+    bool bound, decoding, landed, suspended;
     uint32_t refetched; /* how often a bad seal was seen */
     uint32_t prompt_first, next, max;
 } fake_lease;
 
-/* A prompt at a prefill worker, and then the copies of what it shipped. */
+/* A prompt at a prefill worker, and then the copies of what it shipped; or what a decode worker
+ * ships. */
 typedef struct fake_prompt {
     pd_request_key key;
-    uint32_t first, again;
+    uint32_t first, index, again; /* index: of the token that it samples */
+    uint32_t pull_blocks;         /* that it waits for */
     bool ship, targets, computed, shipped;
+    bool source; /* a ShipRequest's */
+    uint32_t source_epoch;
 } fake_prompt;
 
 typedef struct fake_worker {
@@ -51,10 +55,19 @@ typedef struct fake_worker {
     uint64_t last_ns[2]; /* per channel: when its newest message arrives */
     uint64_t inbox_ns;
     uint64_t sequence;
+    uint32_t session;
     uint32_t prefills; /* requests here */
     fake_prompt prompts[FAKE_LEASES_MAX];
     fake_lease leases[FAKE_LEASES_MAX];
-    uint32_t snapshots, peers_up, peers_gone, welcomed, refused, cancels, unwritten;
+    uint32_t snapshots, peers_up, peers_gone, welcomed, refused, cancels, unwritten, kept;
+    uint32_t pulled, pull_ends;      /* prefill */
+    uint64_t waits_for;              /* a quarantine waits for that incarnation */
+    pd_msg_lease_request last_lease; /* what came last; its pointers are gone */
+    pd_msg_prefill_request last_prefill;
+    pd_msg_decode_start last_start;
+    pd_msg_ship_request last_ship;
+    pd_hash128 last_hash;   /* the last one of the prefill request */
+    uint32_t started_again; /* starts of a sequence that runs */
     char refusal[PD_REASON_BYTES];
 } fake_worker;
 
@@ -81,13 +94,20 @@ typedef struct fake {
     uint64_t incarnations;
     /* how things go wrong, of 1000 */
     uint32_t duplicate_tokens, overload_prefill, end_first, seal_failures;
-    uint32_t silent_landings; /* Landed is not said */
+    uint32_t silent_landings;                /* Landed is not said */
+    uint32_t suspends;                       /* a running sequence, at each of its steps */
+    uint32_t ship_failures;                  /* of ShipRequests */
+    pd_status prefill_status, decode_status; /* how they fail what comes next, unless PD_OK */
+    uint32_t loss, duplicates, disorder;     /* of messages about requests */
+    bool repeated;                           /* some message came twice */
     uint32_t delay_max_us;
     uint32_t lose[PD_MESSAGE_KINDS]; /* how many of the next ones never arrive */
     uint32_t sent[PD_MESSAGE_KINDS];
 } fake;
 
 void fake_init(fake *f, uint64_t seed, const router_sink *sink);
+void fake_init_with(fake *f, uint64_t seed, const router_sink *sink,
+                    void (*change)(router_core_config *config));
 void fake_fini(fake *f);
 void fake_config(router_core_config *config);
 /* Starts a worker: it says hello, links and warms up. */
@@ -96,6 +116,10 @@ void fake_kill(fake *f, uint32_t worker); /* the process ends without a word */
 /* A prefill worker ends what it has in PD_E_PEER, its link cut; may_land as the message says it. */
 void fake_cut(fake *f, uint32_t worker, bool may_land);
 void fake_restart(fake *f, uint32_t worker); /* a new incarnation under the same name */
+/* It believes that the router was gone: drops what it had of it and says hello again. */
+void fake_new_session(fake *f, uint32_t worker);
+/* It says that it holds these blocks. */
+void fake_store(fake *f, uint32_t worker, const pd_hash128 *hashes, uint32_t count);
 void fake_hello(const fake *f, const fake_worker *worker, pd_msg_hello *hello_out);
 /* Runs until until_ns, ticking the core when it is due. */
 void fake_run(fake *f, uint64_t until_ns);

@@ -146,6 +146,8 @@ static void what_would_change_the_answer_is_refused_by_name(void **state)
         {"\"seed\":1.5", "seed"},
         {"\"stream\":1", "stream"},
         {"\"top_k\":-2", "top_k"},
+        {"\"priority\":\"high\"", "priority"},
+        {"\"priority\":2147483648", "priority"},
         {"\"stream_options\":{\"include_usage\":true}", "stream_options"},
         {"\"stream\":true,\"stream_options\":{\"include_usage\":\"yes\"}",
          "stream_options.include_usage"},

@@ -1,0 +1,326 @@
+#include "router/audit.h"
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "router/move.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+enum {
+    AUDIT_MS = 2000,
+    AGREE = 2,               /* answers in a row */
+    AUDIT_UNKNOWN_MAX = 256, /* keys remembered; the rest waits for the next answer */
+    AUDIT_WAITS_MAX = 16,
+};
+
+/* Where an entry belongs in the router's view, as bits of router_request.audit_seen. */
+enum { SEEN_PREFILL = 1, SEEN_DECODE = 2, SEEN_MOVE = 4, SEEN_UNSTARTED = 8 };
+
+typedef struct record {
+    router_audit_view view;
+    bool answered;
+    uint64_t asked_ns, answered_ns;
+    uint32_t serial;
+    pd_audit_entry unknown[AUDIT_UNKNOWN_MAX]; /* of the last answer */
+    uint32_t unknown_count;
+    uint64_t waits[AUDIT_WAITS_MAX]; /* given up, of the last answer */
+    uint32_t waits_count;
+} record;
+
+struct router_audit {
+    router_audit_options o;
+    uint64_t due_ns[ROUTER_WORKERS_MAX];
+    uint64_t next_ns;
+    record *records[ROUTER_WORKERS_MAX];
+};
+
+pd_status router_audit_create(const router_audit_options *options, router_audit **audit_out)
+{
+    router_audit *audit = pd_calloc(1, sizeof *audit);
+    if (audit == NULL)
+        return PD_E_NOMEM;
+    audit->o = *options;
+    audit->next_ns = UINT64_MAX;
+    *audit_out = audit;
+    return PD_OK;
+}
+
+void router_audit_destroy(router_audit *audit)
+{
+    if (audit == NULL)
+        return;
+    for (uint32_t i = 0; i < ROUTER_WORKERS_MAX; i++)
+        pd_free(audit->records[i]);
+    pd_free(audit);
+}
+
+void router_audit_reset(router_audit *audit, uint32_t slot, uint64_t now_ns)
+{
+    pd_free(audit->records[slot]);
+    audit->records[slot] = NULL;
+    audit->due_ns[slot] = now_ns + AUDIT_MS * PD_NS_PER_MS;
+    if (audit->due_ns[slot] < audit->next_ns)
+        audit->next_ns = audit->due_ns[slot];
+}
+
+static void ask(router_audit *audit, uint32_t slot, uint64_t now_ns)
+{
+    record *of = audit->records[slot];
+    if (of == NULL) {
+        of = pd_calloc(1, sizeof *of);
+        if (of == NULL) {
+            pd_log_warn("msg=\"no memory for an audit\"");
+            return;
+        }
+        audit->records[slot] = of;
+    }
+    pd_message message = {.kind = PD_MSG_AUDIT, .audit = {.serial = ++of->serial}};
+    of->asked_ns = now_ns;
+    const router_worker *worker = &audit->o.cluster->workers[slot];
+    if (!audit->o.sink->send(audit->o.sink->ctx, worker->identity, &message))
+        pd_log_debug("msg=\"audit not taken\" worker=%s", worker->hello.name);
+}
+
+void router_audit_on_tick(router_audit *audit, uint64_t now_ns)
+{
+    if (now_ns < audit->next_ns)
+        return;
+    audit->next_ns = UINT64_MAX;
+    for (uint32_t i = 0; i < audit->o.cluster->slots_used; i++) {
+        if (!audit->o.cluster->workers[i].used)
+            continue;
+        if (now_ns >= audit->due_ns[i]) {
+            ask(audit, i, now_ns);
+            audit->due_ns[i] = now_ns + AUDIT_MS * PD_NS_PER_MS;
+        }
+        if (audit->due_ns[i] < audit->next_ns)
+            audit->next_ns = audit->due_ns[i];
+    }
+}
+
+uint64_t router_audit_next_due(const router_audit *audit)
+{
+    return audit->next_ns;
+}
+
+/* ---- what the worker has ---- */
+
+static bool same_key(const pd_request_key *a, const pd_request_key *b)
+{
+    return a->router == b->router && a->number == b->number && a->epoch == b->epoch;
+}
+
+/* True when the router knows of it: it is what it should be. Marks what was seen. */
+static bool known(router_audit *audit, uint32_t slot, const pd_audit_entry *entry)
+{
+    router_requests *t = audit->o.requests;
+    router_request *moving = router_request_find_moving(t, &entry->key);
+    if (moving != NULL) {
+        if (moving->move.slot == slot)
+            moving->audit_seen |= SEEN_MOVE;
+        return moving->move.slot == slot || moving->decode == slot;
+    }
+    router_request *r = router_request_find_key(t, &entry->key);
+    if (r == NULL)
+        return entry->state == PD_AUDIT_QUARANTINED; /* it waits for its sender, not for us */
+    bool copies = entry->state == PD_AUDIT_HOLDING;
+    if (r->prefill == slot && (r->prefill_open || r->prefill_holds)) {
+        r->audit_seen |= SEEN_PREFILL;
+        return true;
+    }
+    bool ended = copies || entry->state == PD_AUDIT_QUARANTINED;
+    if (r->decode == slot && r->decode_open && !ended) {
+        r->audit_seen |= SEEN_DECODE;
+        if (entry->state == PD_AUDIT_LANDED)
+            r->audit_seen |= SEEN_UNSTARTED;
+        return true;
+    }
+    bool pulls = r->pull.slot == slot && (r->pull.open || r->pull.holds);
+    return pulls || entry->state == PD_AUDIT_QUARANTINED;
+}
+
+static void end_unknown(router_audit *audit, uint32_t slot, const pd_audit_entry *entry)
+{
+    const router_worker *worker = &audit->o.cluster->workers[slot];
+    const router_request *r = router_request_find_key(audit->o.requests, &entry->key);
+    audit->o.counters->audit_unknown++;
+    pd_log_warn("msg=\"a worker holds what this router does not know: ended there\" worker=%s "
+                "request=%" PRIx64 " epoch=%u state=%d blocks=%u",
+                worker->hello.name, entry->key.number, entry->key.epoch, (int)entry->state,
+                entry->blocks);
+    if (r != NULL && r->decode == slot && r->decode_open) { /* copies beside a live sequence */
+        pd_message release = {.kind = PD_MSG_RELEASE, .release = {.key = entry->key}};
+        if (!audit->o.sink->send(audit->o.sink->ctx, worker->identity, &release))
+            pd_log_debug("msg=\"release not taken\" worker=%s", worker->hello.name);
+        return;
+    }
+    const pd_msg_cancel cancel = {.key = entry->key};
+    router_cluster_cancel(audit->o.cluster, slot, &cancel);
+}
+
+static void take_entries(router_audit *audit, uint32_t slot, record *of,
+                         const pd_msg_audit_reply *reply)
+{
+    pd_audit_entry unknown[AUDIT_UNKNOWN_MAX];
+    uint32_t count = 0;
+    memset(of->view.states, 0, sizeof of->view.states);
+    for (uint32_t i = 0; i < reply->entries_count; i++) {
+        const pd_audit_entry *entry = &reply->entries[i];
+        if ((uint32_t)entry->state < ROUTER_AUDIT_STATES)
+            of->view.states[entry->state]++;
+        if (known(audit, slot, entry) || count == AUDIT_UNKNOWN_MAX)
+            continue;
+        unknown[count++] = *entry;
+        for (uint32_t k = 0; k < of->unknown_count; k++) {
+            if (same_key(&of->unknown[k].key, &entry->key))
+                end_unknown(audit, slot, entry);
+        }
+    }
+    memcpy(of->unknown, unknown, count * sizeof unknown[0]);
+    of->unknown_count = of->view.unknown_count = count;
+    of->view.unknown = of->unknown;
+}
+
+/* ---- what the router counts on ---- */
+
+/* True when it was missing AGREE times in a row. */
+static bool missed(uint8_t *times, bool expected, bool seen)
+{
+    *times = !expected || seen ? 0 : (uint8_t)(*times + 1);
+    return *times >= AGREE;
+}
+
+static void miss(router_audit *audit, router_request *r, uint32_t slot, uint64_t now_ns)
+{
+    router_requests *t = audit->o.requests;
+    const router_worker *worker = router_request_worker(t, slot);
+    char why[ROUTER_MESSAGE_BYTES];
+    snprintf(why, sizeof why, "%s worker %s does not know the request any more",
+             router_role_name(worker->hello.role), worker->hello.name);
+    const router_failure failure = {.reason = ROUTER_RETRY_MISSING,
+                                    .slot = ROUTER_NO_WORKER,
+                                    .code = "worker_failed",
+                                    .why = why};
+    audit->o.counters->audit_missing++;
+    router_request_retry(t, r, &failure, now_ns);
+}
+
+static void check_prefill(router_audit *audit, router_request *r, uint32_t slot, bool sees,
+                          uint64_t now_ns)
+{
+    bool works = r->state == ROUTER_REQUEST_PREFILLING || r->state == ROUTER_REQUEST_LANDING;
+    if (!missed(&r->missed_prefill, true, sees))
+        return;
+    r->prefill_open = r->prefill_holds = false;
+    if (works)
+        miss(audit, r, slot, now_ns);
+}
+
+/* r is not queued, and what it counts on at this worker was asked for before the question. */
+static void check(router_audit *audit, router_request *r, uint32_t slot, uint64_t asked_ns,
+                  uint64_t now_ns)
+{
+    router_requests *t = audit->o.requests;
+    uint32_t seen = r->audit_seen;
+    record *of = audit->records[slot];
+    r->audit_seen = 0;
+    if (r->prefill == slot && r->prefill_open && r->prefill_sent_ns < asked_ns) {
+        of->view.expected_prefill++;
+        check_prefill(audit, r, slot, (seen & SEEN_PREFILL) != 0, now_ns);
+    } else if (r->move.slot == slot && r->move.sent_ns < asked_ns) {
+        of->view.expected_decode++;
+        if (missed(&r->missed_move, true, (seen & SEEN_MOVE) != 0))
+            router_move_failed(t, r, "the new worker does not know of it any more", now_ns);
+    } else if (r->decode == slot && r->decode_open && r->lease_sent_ns < asked_ns) {
+        bool unstarted =
+            (seen & SEEN_UNSTARTED) != 0 && r->start_sent_ns < asked_ns &&
+            r->next_index == r->base_index + 1 &&
+            (r->state == ROUTER_REQUEST_LANDING || r->state == ROUTER_REQUEST_DECODING);
+        of->view.expected_decode++;
+        if (missed(&r->missed_decode, r->state != ROUTER_REQUEST_CLOSING,
+                   (seen & SEEN_DECODE) != 0))
+            miss(audit, r, slot, now_ns);
+        else if (missed(&r->unstarted, unstarted, false) &&
+                 router_request_send_start(t, r, t->o.config->lease_ns, now_ns))
+            audit->o.counters->audit_unstarted++;
+    }
+}
+
+/* ---- quarantines ---- */
+
+static void take_waits(router_audit *audit, uint32_t slot, record *of,
+                       const pd_msg_audit_reply *reply)
+{
+    uint64_t waits[AUDIT_WAITS_MAX];
+    uint32_t count = 0;
+    const router_worker *worker = &audit->o.cluster->workers[slot];
+    for (uint32_t i = 0; i < reply->waits_for_count && count < AUDIT_WAITS_MAX; i++) {
+        uint64_t incarnation = reply->waits_for[i];
+        if (!router_cluster_gave_up(audit->o.cluster, incarnation))
+            continue; /* it lives, or it is another router's */
+        waits[count++] = incarnation;
+        for (uint32_t k = 0; k < of->waits_count; k++) {
+            if (of->waits[k] != incarnation)
+                continue;
+            pd_log_warn("msg=\"blocks wait for a worker that was given up: said again\" worker=%s "
+                        "incarnation=%016" PRIx64,
+                        worker->hello.name, incarnation);
+            audit->o.counters->audit_waits++;
+            router_cluster_tell_gone(audit->o.cluster, slot, incarnation);
+        }
+    }
+    memcpy(of->waits, waits, count * sizeof waits[0]);
+    of->waits_count = of->view.waits_count = count;
+    of->view.waits = of->waits;
+}
+
+void router_audit_on_reply(router_audit *audit, uint32_t slot, const pd_msg_audit_reply *reply,
+                           uint64_t now_ns)
+{
+    router_requests *t = audit->o.requests;
+    const router_worker *worker = &audit->o.cluster->workers[slot];
+    record *of = audit->records[slot];
+    if (of == NULL || reply->serial != of->serial ||
+        reply->incarnation != worker->hello.incarnation)
+        return; /* an answer to an older question */
+    of->view.ledger = reply->ledger;
+    of->view.expected_prefill = of->view.expected_decode = 0;
+    take_entries(audit, slot, of, reply);
+    for (uint32_t i = 0; i < t->slots_used; i++) {
+        router_request *r = &t->slots[i];
+        if (r->state != ROUTER_REQUEST_NONE && r->state != ROUTER_REQUEST_QUEUED)
+            check(audit, r, slot, of->asked_ns, now_ns);
+        r->audit_seen = 0;
+    }
+    take_waits(audit, slot, of, reply);
+    of->answered = true;
+    of->answered_ns = now_ns;
+}
+
+bool router_audit_view_of(const router_audit *audit, uint32_t slot, uint64_t now_ns,
+                          router_audit_view *view_out)
+{
+    const record *of = audit->records[slot];
+    if (of == NULL || !of->answered)
+        return false;
+    const router_worker *worker = &audit->o.cluster->workers[slot];
+    *view_out = of->view;
+    view_out->name = worker->hello.name;
+    view_out->role = worker->hello.role;
+    view_out->incarnation = worker->hello.incarnation;
+    view_out->age_ns = now_ns - of->answered_ns;
+    for (uint32_t i = 0; i < audit->o.requests->slots_used; i++) {
+        const router_request *r = &audit->o.requests->slots[i];
+        bool misses = (r->prefill == slot && r->missed_prefill > 0) ||
+                      (r->decode == slot && r->missed_decode > 0) ||
+                      (r->move.slot == slot && r->missed_move > 0);
+        if (r->state == ROUTER_REQUEST_NONE || !misses)
+            continue;
+        if (view_out->missing_count < ROUTER_AUDIT_MISSING_MAX)
+            view_out->missing[view_out->missing_count] = r->key.number;
+        view_out->missing_count++;
+    }
+    return true;
+}

@@ -1,0 +1,13 @@
+#pragma once
+
+/* router/audit_page.h - GET /audit, and the metrics of what went wrong and was made good: retries,
+ * refetches, moves, pulls, audit differences. Writes text from what the core tells; keeps nothing.
+ * Loop thread only. */
+
+#include "common/base/buf.h"
+#include "router/core.h"
+
+/* {"workers":[{name, role, incarnation, age_ms, ledger, holds: {state: count}, expected: {prefill,
+ * decode}, unknown: [...], missing: [...], waits_for: [...]}],"agree":bool} */
+void audit_page(const router_core *core, uint64_t now_ns, pd_buf *out);
+void audit_page_metrics(const router_core_counters *counters, pd_buf *out);

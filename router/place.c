@@ -1,0 +1,180 @@
+#include "router/place.h"
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "router/patience.h"
+#include "router/pull.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { PUMP_TRIES = 32 }; /* queued requests tried in one turn */
+
+void router_place_send_prefill(router_requests *t, router_request *r, uint32_t held_blocks,
+                               uint64_t now_ns)
+{
+    pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
+    pd_msg_prefill_request *m = &message.prefill_request;
+    m->key = r->key;
+    memcpy(m->id, r->id, sizeof m->id);
+    m->tokens = r->tokens;
+    m->tokens_count = router_request_base_tokens(r);
+    m->prompt_tokens = r->prompt_tokens;
+    m->priority = r->priority;
+    m->hashes = r->hashes;
+    m->hashes_count = r->hashes_count;
+    m->sampling = r->sampling;
+    m->end_tokens = r->end_tokens;
+    m->end_tokens_count = r->end_tokens_count;
+    m->max_tokens = r->max_tokens;
+    uint64_t patience_ns = router_patience_prefill_ns(
+        t->o.config, r->terms.prefill_queue_ms + router_pull_ms(r), r->terms.prefill_ms);
+    m->deadline_ms = router_patience_ms(patience_ns);
+    router_pull_fill(t, r, m);
+    if (r->decode != ROUTER_NO_WORKER) {
+        const router_worker *decode = router_request_worker(t, r->decode);
+        m->ship = true;
+        memcpy(m->decode, decode->hello.name, sizeof m->decode);
+        m->decode_incarnation = decode->hello.incarnation;
+        m->held_blocks = held_blocks;
+    }
+    if (!router_request_send(t, r->prefill, &message)) {
+        char why[ROUTER_MESSAGE_BYTES];
+        uint32_t slot = r->prefill;
+        snprintf(why, sizeof why, "prefill worker %s does not take messages",
+                 router_request_worker(t, slot)->hello.name);
+        router_request_block_worker(t, slot, ROUTER_BLOCKED_MS_MAX, now_ns);
+        const router_failure failure = {.reason = ROUTER_RETRY_UNREACHABLE,
+                                        .role = PD_ROLE_PREFILL,
+                                        .slot = slot,
+                                        .code = "worker_unavailable",
+                                        .why = why};
+        router_request_retry(t, r, &failure, now_ns);
+        return;
+    }
+    r->prefill_open = true;
+    r->prefill_sent_ns = now_ns;
+    r->prefill_holds = r->decode != ROUTER_NO_WORKER;
+    router_request_set_due(t, r, now_ns + patience_ns);
+    if (!r->charged_prefill)
+        router_request_charge_prefill(t, r);
+}
+
+static bool send_lease(router_requests *t, router_request *r)
+{
+    const router_worker *prefill = router_request_worker(t, r->prefill);
+    pd_message message = {.kind = PD_MSG_LEASE_REQUEST};
+    pd_msg_lease_request *m = &message.lease_request;
+    m->key = r->key;
+    memcpy(m->id, r->id, sizeof m->id);
+    memcpy(m->prefill, prefill->hello.name, sizeof m->prefill);
+    m->prefill_incarnation = prefill->hello.incarnation;
+    router_worker_peer(prefill, false, &m->sender);
+    m->prompt_tokens = router_request_base_tokens(r);
+    m->max_tokens = router_request_left(r);
+    m->priority = r->priority;
+    m->hashes = r->hashes;
+    m->hashes_count = r->hashes_count;
+    m->ttl_ms = (uint32_t)(t->o.config->lost_after_ns / PD_NS_PER_MS);
+    return router_request_send(t, r->decode, &message);
+}
+
+static void log_choice(const router_requests *t, const router_request *r, uint32_t candidates)
+{
+    if (!pd_log_enabled(PD_LOG_DEBUG))
+        return;
+    const router_terms *terms = &r->terms;
+    const router_worker *workers = t->o.cluster->workers;
+    pd_log_req_debug(
+        r->id,
+        "msg=\"placed\" prefill=%s decode=%s candidates=%u total_ms=%.2f prefill_queue_ms=%.2f "
+        "prefill_ms=%.2f ship_ms=%.2f decode_queue_ms=%.2f step_ms=%.2f cached_blocks=%u "
+        "held_blocks=%u epoch=%u",
+        workers[r->prefill].hello.name,
+        r->decode == ROUTER_NO_WORKER ? "-" : workers[r->decode].hello.name, candidates,
+        terms->total_ms, terms->prefill_queue_ms, terms->prefill_ms, terms->ship_ms,
+        terms->decode_queue_ms, terms->step_ms, terms->prefill_cached_blocks,
+        terms->decode_held_blocks, r->key.epoch);
+}
+
+/* A worker that failed the request is avoided, unless it is the only one there. */
+static bool choose(router_requests *t, const router_request *r, uint64_t now_ns,
+                   router_choice *choice_out)
+{
+    router_policy_input input = {.cluster = t->o.cluster,
+                                 .index = t->o.index,
+                                 .cost = &t->cost,
+                                 .hashes = r->hashes,
+                                 .hashes_count = r->hashes_count,
+                                 .prompt_tokens = router_request_base_tokens(r),
+                                 .max_tokens = router_request_left(r),
+                                 .need_decode = router_request_left(r) > 1,
+                                 .avoid_prefill = r->avoid_prefill,
+                                 .avoid_decode = r->avoid_decode,
+                                 .too_small = r->too_small,
+                                 .now_ns = now_ns};
+    if (router_policy_choose(&t->policy, &input, choice_out))
+        return true;
+    bool only_prefill = r->avoid_prefill != ROUTER_NO_WORKER &&
+                        !router_request_another_ready(t, PD_ROLE_PREFILL, r->avoid_prefill);
+    bool only_decode = r->avoid_decode != ROUTER_NO_WORKER &&
+                       !router_request_another_ready(t, PD_ROLE_DECODE, r->avoid_decode);
+    if (!only_prefill && !only_decode)
+        return false;
+    if (only_prefill)
+        input.avoid_prefill = ROUTER_NO_WORKER;
+    if (only_decode)
+        input.avoid_decode = ROUTER_NO_WORKER;
+    return router_policy_choose(&t->policy, &input, choice_out);
+}
+
+/* r is in the queue; true: it is there no more. */
+static bool try_place(router_requests *t, router_request *r, uint64_t now_ns)
+{
+    router_choice choice;
+    if (!choose(t, r, now_ns, &choice))
+        return false;
+    r->prefill = choice.prefill;
+    r->decode = choice.decode;
+    r->terms = choice.terms;
+    log_choice(t, r, choice.candidates);
+    router_pull_choose(t, r);
+    if (r->decode == ROUTER_NO_WORKER) {
+        router_request_dequeue(t, r);
+        r->queued_ns += now_ns - r->placed_ns;
+        router_request_step(t, r, ROUTER_EVENT_PLACED_ALONE);
+        router_place_send_prefill(t, r, 0, now_ns);
+        return true;
+    }
+    if (!send_lease(t, r)) {
+        router_request_block_worker(t, r->decode, ROUTER_BLOCKED_MS_MAX, now_ns);
+        r->prefill = r->decode = r->pull.slot = ROUTER_NO_WORKER;
+        return false;
+    }
+    router_request_dequeue(t, r);
+    r->queued_ns += now_ns - r->placed_ns;
+    r->decode_open = true;
+    r->lease_sent_ns = now_ns;
+    router_request_step(t, r, ROUTER_EVENT_PLACED);
+    router_request_charge_prefill(t, r); /* at once: the next request of a burst must see it */
+    router_request_charge_decode(t, r);
+    router_request_set_due(t, r, now_ns + t->o.config->lease_ns);
+    return true;
+}
+
+void router_requests_pump(router_requests *t, uint64_t now_ns)
+{
+    uint32_t slot = t->queue_head;
+    for (uint32_t tries = 0; slot != ROUTER_SLOT_NONE && tries < PUMP_TRIES;) {
+        router_request *r = &t->slots[slot];
+        uint32_t next = r->queue_next;
+        if (now_ns < r->not_before_ns) {
+            router_request_wake_at(t, r->not_before_ns);
+        } else {
+            try_place(t, r, now_ns);
+            tries++;
+        }
+        if (next != ROUTER_SLOT_NONE && t->slots[next].state != ROUTER_REQUEST_QUEUED)
+            break; /* a failure in between changed the queue; the next event goes on */
+        slot = next;
+    }
+}

@@ -1,0 +1,14 @@
+#pragma once
+
+/* router/place.h - from the queue to the workers: whom the policy chose is asked for a lease, and
+ * then given the prompt.
+ *
+ * The queue is tried from its head (priority, then arrival). One that cannot be placed does not
+ * hold up those behind it: they may need less. The inside of router/request.h. One thread. */
+
+#include "router/retry.h"
+
+/* PrefillRequest to r->prefill, for r in PREFILLING; held_blocks: what the decode worker guesses. r
+ * may be gone, or back in the queue, afterwards. */
+void router_place_send_prefill(router_requests *t, router_request *r, uint32_t held_blocks,
+                               uint64_t now_ns);

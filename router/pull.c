@@ -1,0 +1,180 @@
+#include "router/pull.h"
+#include "common/base/log.h"
+#include "common/kv/prefix_hash.h"
+#include "router/patience.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* Asking, connecting and waiting for the step after: predicted gains below that are noise. */
+static const double PULL_BASE_MS = 3;
+/* Shipping competes with other traffic, computing is sure: only a clear gain counts. */
+static const double SHIP_TIMES = 1.5;
+static const double PATIENCE_TIMES = 4;
+static const double PATIENCE_FLOOR_MS = 50;
+
+void router_pull_choose(const router_requests *t, router_request *r)
+{
+    const router_core_config *config = t->o.config;
+    const router_cluster *cluster = t->o.cluster;
+    uint32_t tokens = router_request_base_tokens(r);
+    uint32_t usable = pd_prefix_hash_usable(tokens, config->block_tokens);
+    uint32_t cached = r->terms.prefill_cached_blocks;
+    double best_gain = 0;
+
+    r->pull = (router_pull){.slot = ROUTER_NO_WORKER};
+    if (cached > usable)
+        cached = usable;
+    uint32_t has = cached * config->block_tokens;
+    for (uint32_t i = 0; i < cluster->slots_used; i++) {
+        const router_worker *worker = &cluster->workers[i];
+        if (i == r->prefill || !router_worker_ready(worker) ||
+            worker->hello.role != PD_ROLE_DECODE || worker->hello.transfer_address_len == 0)
+            continue;
+        uint32_t holds = router_index_prefix(t->o.index, i, r->hashes, r->hashes_count);
+        holds = holds < usable ? holds : usable;
+        if (holds <= cached)
+            continue;
+        uint32_t would = holds * config->block_tokens;
+        double computing = pd_cost_prefill_ms(&t->cost, tokens - has, has) -
+                           pd_cost_prefill_ms(&t->cost, tokens - would, would);
+        double shipping =
+            pd_cost_ship_ms(&t->cost, (uint64_t)(holds - cached) * config->block_bytes);
+        double gain = computing - SHIP_TIMES * shipping - PULL_BASE_MS;
+        if (gain > best_gain) {
+            best_gain = gain;
+            r->pull = (router_pull){.slot = i, .blocks = holds, .ms = shipping};
+        }
+    }
+}
+
+double router_pull_ms(const router_request *r)
+{
+    return r->pull.slot == ROUTER_NO_WORKER ? 0 : PATIENCE_FLOOR_MS + PATIENCE_TIMES * r->pull.ms;
+}
+
+void router_pull_fill(router_requests *t, const router_request *r, pd_msg_prefill_request *m)
+{
+    if (r->pull.slot == ROUTER_NO_WORKER)
+        return;
+    router_worker_peer(router_request_worker(t, r->pull.slot), false, &m->pull);
+    m->pull_blocks = r->pull.blocks;
+    m->pull_ms = (uint32_t)router_pull_ms(r) + 1;
+}
+
+static void end_pull(router_requests *t, router_request *r, bool may_land, const char *why)
+{
+    pd_message message = {.kind = PD_MSG_PULL_END,
+                          .pull_end = {.key = r->key, .may_land = may_land}};
+    snprintf(message.pull_end.reason, sizeof message.pull_end.reason, "%s", why);
+    t->o.counters->pulls_failed++;
+    pd_log_req_info(r->id, "msg=\"pull ended: %s\" blocks=%u", why, r->pull.blocks);
+    if (r->prefill_open && !router_request_send(t, r->prefill, &message))
+        pd_log_req_debug(r->id, "msg=\"the end of a pull was not taken: its patience ends it\"");
+}
+
+void router_pull_on_started(router_requests *t, router_request *r,
+                            const pd_msg_prefill_started *started)
+{
+    const router_core_config *config = t->o.config;
+    uint64_t last = (uint64_t)started->pull_first + started->pull_blocks_count;
+    if (started->pull_blocks_count == 0 || r->pull.asked)
+        return;
+    if (r->pull.slot == ROUTER_NO_WORKER || last > r->pull.blocks) {
+        end_pull(t, r, false,
+                 r->pull.slot == ROUTER_NO_WORKER ? "there is no source any more"
+                                                  : "more blocks than were offered");
+        return;
+    }
+    pd_message message = {.kind = PD_MSG_SHIP_REQUEST};
+    pd_msg_ship_request *m = &message.ship_request;
+    m->key = r->key;
+    memcpy(m->id, r->id, sizeof m->id);
+    router_worker_peer(router_request_worker(t, r->prefill), true, &m->receiver);
+    m->first_block = started->pull_first;
+    m->blocks = started->pull_blocks;
+    m->blocks_count = started->pull_blocks_count;
+    m->hashes = r->hashes;
+    m->hashes_count = (uint32_t)last;
+    m->kv_tokens = (uint32_t)last * config->block_tokens;
+    m->deadline_ms = (uint32_t)router_pull_ms(r) + 1;
+    if (!router_request_send(t, r->pull.slot, &message)) {
+        r->pull.slot = ROUTER_NO_WORKER;
+        end_pull(t, r, false, "the source does not take messages");
+        return;
+    }
+    t->o.counters->pulls++;
+    r->pull.asked = r->pull.open = r->pull.holds = true;
+}
+
+/* Its copies may go, once it has said its last word and nobody waits for them. */
+static void release(router_requests *t, router_request *r)
+{
+    pd_message message = {.kind = PD_MSG_RELEASE, .release = {.key = r->key}};
+    if (r->pull.holds && router_request_send(t, r->pull.slot, &message))
+        r->pull.holds = false;
+}
+
+bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_done *done)
+{
+    router_request *r = router_request_find_key(t, &done->key);
+    if (r == NULL || r->pull.slot != slot || !r->pull.asked)
+        return false;
+    if (!r->pull.open || done->again != r->pull.again)
+        return true; /* said before it heard that it is to ship once more */
+    r->pull.open = false;
+    t->o.counters->shipped_bytes += done->ship_bytes;
+    if (done->status == PD_OK && done->ship_bytes > 0)
+        pd_cost_observe_ship(&t->cost, done->ship_bytes, done->ship_ms);
+    if (done->status != PD_OK) {
+        r->pull.holds = false;
+        if (r->state == ROUTER_REQUEST_PREFILLING)
+            end_pull(t, r, done->may_land, done->reason[0] == '\0' ? "it failed" : done->reason);
+    } else if (r->state != ROUTER_REQUEST_PREFILLING) {
+        release(t, r); /* it was computed meanwhile */
+    }
+    return true;
+}
+
+void router_pull_on_landed(router_requests *t, router_request *r)
+{
+    if (r->pull.slot != ROUTER_NO_WORKER)
+        release(t, r);
+}
+
+void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_refetch *refetch)
+{
+    if (r->pull.slot == ROUTER_NO_WORKER || !r->pull.asked)
+        return;
+    pd_log_req_warn(r->id,
+                    "msg=\"pulled blocks did not arrive right: %s\" sender=%s receiver=%s group=%u "
+                    "first_block=%u count=%u asked_before=%u",
+                    refetch->reason, router_request_worker(t, r->pull.slot)->hello.name,
+                    router_request_worker(t, r->prefill)->hello.name, refetch->group,
+                    refetch->first_block, refetch->count, r->pull.again);
+    if (r->pull.again > 0) {
+        end_pull(t, r, r->pull.open, "blocks came wrong twice");
+        return;
+    }
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
+                          .ship_again = {.key = r->key,
+                                         .group = refetch->group,
+                                         .first_block = refetch->first_block,
+                                         .count = refetch->count}};
+    t->o.counters->refetches++;
+    if (!router_request_send(t, r->pull.slot, &message)) {
+        end_pull(t, r, r->pull.open, "the source does not take messages");
+        return;
+    }
+    r->pull.again++;
+    r->pull.open = true;
+}
+
+void router_pull_on_gone(router_requests *t, router_request *r, const char *why)
+{
+    bool waits = r->pull.asked && r->pull.open && r->state == ROUTER_REQUEST_PREFILLING;
+    r->pull.slot = ROUTER_NO_WORKER;
+    r->pull.open = r->pull.holds = false;
+    if (waits)
+        end_pull(t, r, true, why);
+}

@@ -1,0 +1,177 @@
+#include "router/retry.h"
+#include "common/base/clock.h"
+#include "common/base/log.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { FAILURES_IN_ROW_MAX = 3, FAILURES_MAX = 16, BACKOFF_MS = 50, BACKOFF_MS_MAX = 1000 };
+enum { BUDGET_FILLS_S = 60 };
+static const double BUDGET_A_REQUEST = 0.1;
+
+/* ---- ends ---- */
+
+void router_request_fail(router_requests *t, router_request *r, int http, const char *code,
+                         uint32_t retry_after_s, const char *format, ...)
+{
+    router_error error = {.http_status = http,
+                          .type = http == 400   ? "invalid_request_error"
+                                  : http == 429 ? "rate_limit_error"
+                                                : "server_error",
+                          .code = code,
+                          .retry_after_s = retry_after_s};
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(error.message, sizeof error.message, format, arguments);
+    va_end(arguments);
+    pd_log_req_warn(r->id, "msg=\"request failed: %s\" status=%d code=%s state=%s tokens=%u",
+                    error.message, http, code, router_request_state_name(r->state), r->next_index);
+    router_handle handle = r->key.number;
+    t->o.counters->failed++;
+    router_request_release(t, r, ROUTER_EVENT_FAILED);
+    t->o.sink->error(t->o.sink->ctx, handle, &error);
+}
+
+void router_request_finish(router_requests *t, router_request *r, uint64_t now_ns)
+{
+    router_finish end = {.reason = r->reason,
+                         .prompt_tokens = r->prompt_tokens,
+                         .completion_tokens = r->next_index,
+                         .cached_tokens = r->cached_tokens,
+                         .queued_ns = r->queued_ns,
+                         .first_ns = r->first_ns - r->arrived_ns,
+                         .total_ns = now_ns - r->arrived_ns};
+    router_handle handle = r->key.number;
+    pd_log_req_debug(r->id, "msg=\"request done\" tokens=%u cached=%u failures=%u ms=%.1f",
+                     r->next_index, r->cached_tokens, r->failures, (double)end.total_ns / 1e6);
+    t->o.counters->finished++;
+    router_request_release(t, r, ROUTER_EVENT_FINISHED);
+    t->o.sink->finish(t->o.sink->ctx, handle, &end);
+}
+
+bool router_request_clients_error(router_requests *t, router_request *r, pd_status status,
+                                  const char *worker, const char *reason)
+{
+    if (status == PD_E_TOO_LARGE)
+        router_request_fail(t, r, 400, "context_length_exceeded", 0,
+                            "prompt (%u tokens) and answer (%u) are more than worker %s takes: %s",
+                            r->prompt_tokens, r->max_tokens, worker, reason);
+    else if (status == PD_E_INVALID)
+        router_request_fail(t, r, 400, "invalid_request", 0, "worker %s refused the request: %s",
+                            worker, reason);
+    else
+        return false;
+    return true;
+}
+
+/* ---- again ---- */
+
+uint64_t router_request_backoff_ns(router_requests *t, uint64_t base_ms, uint32_t times)
+{
+    uint64_t ms = base_ms;
+    for (uint32_t i = 1; i < times && ms < BACKOFF_MS_MAX; i++)
+        ms *= 2;
+    if (ms > BACKOFF_MS_MAX)
+        ms = BACKOFF_MS_MAX;
+    uint64_t jitter = pd_random_next(&t->random) % 1024; /* of 1024: 0.5 to 1.5 times */
+    return ms * (512 + jitter) * PD_NS_PER_MS / 1024;
+}
+
+void router_request_requeue(router_requests *t, router_request *r, router_event event,
+                            uint64_t now_ns)
+{
+    router_request_leave_workers(t, r, event == ROUTER_EVENT_GIVES_WAY);
+    router_request_step(t, r, event);
+    r->key.epoch = ++r->epoch_last;
+    r->early_count = 0;
+    r->base_index = r->next_index;
+    r->placed_ns = now_ns;
+    router_request_enqueue(t, r);
+    router_request_set_due(t, r, r->queue_due_ns);
+    if (router_request_extend_hashes(t, r, router_request_base_tokens(r)) != PD_OK)
+        router_request_fail(t, r, 503, "out_of_memory", 1, "the router is out of memory");
+}
+
+void router_retry_accepted(router_requests *t)
+{
+    t->budget += BUDGET_A_REQUEST;
+}
+
+static bool spend(router_requests *t, uint64_t now_ns)
+{
+    double most = t->o.config->requests_max;
+    if (now_ns > t->budget_ns) {
+        t->budget += most / BUDGET_FILLS_S * (double)(now_ns - t->budget_ns) / (double)PD_NS_PER_S;
+        t->budget_ns = now_ns;
+    }
+    if (t->budget > most)
+        t->budget = most;
+    if (t->budget < 1)
+        return false;
+    t->budget -= 1;
+    return true;
+}
+
+/* True when the request has ended: it may be what brings workers down. */
+static bool is_suspect(router_requests *t, router_request *r, const router_failure *failure)
+{
+    if (!failure->died)
+        return false;
+    snprintf(r->killed[r->killed_count], sizeof r->killed[0], "%s", failure->name);
+    if (++r->killed_count < ROUTER_DEATHS_MAX)
+        return false;
+    t->o.counters->suspects++;
+    router_request_fail(t, r, 500, "request_suspect", 0,
+                        "request %s was being computed at %s and at %s when they died: it is not "
+                        "given a third worker",
+                        r->id, r->killed[0], r->killed[1]);
+    return true;
+}
+
+void router_request_retry(router_requests *t, router_request *r, const router_failure *failure,
+                          uint64_t now_ns)
+{
+    const router_core_config *config = t->o.config;
+    if (is_suspect(t, r, failure))
+        return;
+    if (r->failures_in_row >= FAILURES_IN_ROW_MAX || r->failures >= FAILURES_MAX) {
+        router_request_fail(t, r, 503, failure->code, 1, "%s (attempt %u)", failure->why,
+                            r->failures + 1);
+        return;
+    }
+    if (!spend(t, now_ns)) {
+        t->o.counters->budget_exhausted++;
+        router_request_fail(t, r, 503, "retry_budget", 5,
+                            "%s, and too many requests were tried again lately", failure->why);
+        return;
+    }
+    r->failures++;
+    r->failures_in_row++;
+    t->o.counters->retries[failure->reason]++;
+    t->o.counters->retried++;
+    t->o.counters->resumed += r->next_index > 0;
+    pd_log_req_warn(r->id, "msg=\"tried again: %s\" reason=%s attempt=%u tokens=%u", failure->why,
+                    router_retry_reason_name(failure->reason), r->failures + 1, r->next_index);
+    if (failure->slot != ROUTER_NO_WORKER && failure->role == PD_ROLE_PREFILL)
+        r->avoid_prefill = failure->slot;
+    else if (failure->slot != ROUTER_NO_WORKER)
+        r->avoid_decode = failure->slot;
+    r->not_before_ns =
+        r->failures_in_row <= 1
+            ? 0
+            : now_ns + router_request_backoff_ns(t, BACKOFF_MS, r->failures_in_row - 1);
+    if (r->queue_due_ns < now_ns + config->queue_ns)
+        r->queue_due_ns = now_ns + config->queue_ns;
+    router_request_requeue(t, r, ROUTER_EVENT_RETRIED, now_ns);
+}
+
+const char *router_retry_reason_name(router_retry_reason reason)
+{
+    static const char *const names[ROUTER_RETRY_REASONS] = {
+        [ROUTER_RETRY_LOST] = "lost",       [ROUTER_RETRY_FAILED] = "failed",
+        [ROUTER_RETRY_SILENT] = "silent",   [ROUTER_RETRY_UNREACHABLE] = "unreachable",
+        [ROUTER_RETRY_SEAL] = "seal",       [ROUTER_RETRY_SESSION] = "session",
+        [ROUTER_RETRY_MISSING] = "missing", [ROUTER_RETRY_PEER] = "peer"};
+    return reason < ROUTER_RETRY_REASONS ? names[reason] : "?";
+}

@@ -1,0 +1,60 @@
+#pragma once
+
+/* router/retry.h - how a request ends, and when it may be tried again.
+ *
+ * A worker that is lost, fails a request or is silent past a deadline costs the request an attempt:
+ * it goes back to the queue with the next epoch, from the tokens that its client has. What bounds
+ * that:
+ *
+ *   FAILURES_IN_ROW_MAX (3)  failed attempts without a new token: 4 in all. One covers a worker
+ * that died, two a second one that died with it, three bad luck. FAILURES_MAX (16)        in all: a
+ * long answer outlives a rolling restart of a large pool, and a request that fails after each token
+ * does not go on for ever. the budget               a bucket of tokens, one a retry, over all
+ * requests. It holds requests_max (the loss of a whole pool costs each request in flight one retry,
+ * and must fail none), and fills by requests_max a minute and a tenth of a token for each request
+ * taken in: what fails again and again adds 10 % to the load, not a storm. Empty: 503.
+ *   ROUTER_DEATHS_MAX (2)    workers that died (silent, or came back as a new process) while they
+ *                            computed it. It may be what kills them, and gets no third: 500.
+ *   backoff                  none before the first retry, whose worker is gone; then 50 ms, 100,
+ * ... up to 1 s, each times 0.5 to 1.5 at random, so that what failed together does not come back
+ * together. the queue's deadline     anew for each retry: a pool without workers may come back.
+ *
+ * What a worker refuses as the client's error (too large, invalid) is never tried again. A worker
+ * without room is not a failure: the request waits in the queue.
+ *
+ * The inside of router/request.h. One thread. */
+
+#include "router/request_table.h"
+
+typedef struct router_failure {
+    router_retry_reason reason;
+    pd_role role;     /* of whom to avoid; with slot */
+    uint32_t slot;    /* ROUTER_NO_WORKER: nobody, or it is gone */
+    bool died;        /* the worker died while it computed this request: name says which */
+    const char *name; /* of it; NULL without died */
+    const char *code; /* of the error, should there be no other attempt */
+    const char *why;
+} router_failure;
+
+/* Ends with an error. r is gone afterwards. */
+__attribute__((format(printf, 6, 7))) void
+router_request_fail(router_requests *t, router_request *r, int http, const char *code,
+                    uint32_t retry_after_s, const char *format, ...);
+/* Closing ends well. r is gone afterwards. */
+void router_request_finish(router_requests *t, router_request *r, uint64_t now_ns);
+
+/* Back to the queue for another attempt with the next epoch; no failure is counted. event:
+ * ROUTER_EVENT_REFUSED, ROUTER_EVENT_GIVES_WAY (its blocks stay as cache). r may be gone
+ * afterwards: out of memory. */
+void router_request_requeue(router_requests *t, router_request *r, router_event event,
+                            uint64_t now_ns);
+/* Another attempt, or an error. r may be gone afterwards. */
+void router_request_retry(router_requests *t, router_request *r, const router_failure *failure,
+                          uint64_t now_ns);
+/* What a worker answered with status: true when that is the client's error, which has ended it. */
+bool router_request_clients_error(router_requests *t, router_request *r, pd_status status,
+                                  const char *worker, const char *reason);
+/* A pause of about base_ms * 2^(times - 1), at most a second, times 0.5 to 1.5. */
+uint64_t router_request_backoff_ns(router_requests *t, uint64_t base_ms, uint32_t times);
+/* A request was taken in. */
+void router_retry_accepted(router_requests *t);

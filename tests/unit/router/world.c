@@ -1,0 +1,151 @@
+#include "tests/unit/router/world.h"
+
+#include <stdio.h>
+
+static answer *find(world *w, router_handle handle)
+{
+    for (uint32_t i = w->count; i-- > 0;) {
+        if (w->answers[i].handle == handle)
+            return &w->answers[i];
+    }
+    fail_msg("an action about a request that nobody made");
+    return NULL;
+}
+
+static void on_token(void *ctx, router_handle request, uint32_t index, uint32_t token,
+                     pd_finish finish)
+{
+    world *w = ctx;
+    answer *a = find(w, request);
+    assert_int_equal(a->ends, 0);
+    assert_false(a->cancelled);
+    assert_int_equal(index, a->next);
+    assert_int_equal(token, fake_token(a->first, index));
+    assert_int_equal(a->last, PD_FINISH_NONE); /* nothing after the last */
+    a->next++;
+    a->last = finish;
+    if (index == a->cancel_at) {
+        a->cancelled = true;
+        router_core_cancel(w->fake.core, request, w->fake.now_ns);
+    }
+}
+
+static void on_finish(void *ctx, router_handle request, const router_finish *finish)
+{
+    answer *a = find(ctx, request);
+    assert_false(a->cancelled);
+    assert_int_not_equal(a->last, PD_FINISH_NONE);
+    assert_int_equal(finish->reason, a->last);
+    assert_int_equal(finish->completion_tokens, a->next);
+    assert_int_equal(a->next, a->end_first ? 1 : a->max);
+    a->finish = *finish;
+    a->ends++;
+}
+
+static void on_error(void *ctx, router_handle request, const router_error *error)
+{
+    answer *a = find(ctx, request);
+    assert_false(a->cancelled);
+    a->status = error->http_status;
+    a->retry_after = error->retry_after_s;
+    snprintf(a->code, sizeof a->code, "%s", error->code);
+    memcpy(a->message, error->message, sizeof a->message);
+    assert_true(error->message[0] != '\0');
+    a->ends++;
+}
+
+world *world_with(uint64_t seed, void (*change)(router_core_config *config))
+{
+    world *w = calloc(1, sizeof *w);
+    assert_non_null(w);
+    const router_sink sink = {w, NULL, on_token, on_finish, on_error};
+    fake_init_with(&w->fake, seed, &sink, change);
+    return w;
+}
+
+world *world_new(uint64_t seed)
+{
+    return world_with(seed, NULL);
+}
+
+void world_free(world *w)
+{
+    fake_fini(&w->fake);
+    free(w);
+}
+
+answer *ask_with(world *w, uint32_t prompt, uint32_t max, int32_t priority)
+{
+    static uint32_t tokens[4096];
+    static pd_hash128 hashes[256];
+    fake *f = &w->fake;
+    router_error error = {0};
+    answer *a = &w->answers[w->count];
+    uint32_t first = 1 + w->count;
+    for (uint32_t i = 0; i < prompt; i++)
+        tokens[i] = i == 0 ? first : i;
+    for (uint32_t i = 0; i < prompt / FAKE_BLOCK; i++)
+        hashes[i] = (pd_hash128){first, i + 1};
+    router_request_in in = {.tokens = tokens,
+                            .tokens_count = prompt,
+                            .hashes = hashes,
+                            .hashes_count = prompt / FAKE_BLOCK,
+                            .max_tokens = max,
+                            .priority = priority};
+    snprintf(in.id, sizeof in.id, "r%u", first);
+    *a = (answer){.first = first,
+                  .max = max,
+                  .end_first = first % 1000 < f->end_first,
+                  .cancel_at = UINT32_MAX};
+    w->count++; /* actions may come before the call returns */
+    pd_status status = router_core_on_request(f->core, &in, f->now_ns, &a->handle, &error);
+    if (status != PD_OK) {
+        w->count--;
+        a->status = error.http_status;
+        snprintf(a->code, sizeof a->code, "%s", error.code);
+        a->handle = 0;
+    }
+    return a;
+}
+
+void wait_ms(world *w, uint64_t ms)
+{
+    fake_run(&w->fake, w->fake.now_ns + ms * PD_NS_PER_MS);
+}
+
+void assert_nothing_left(const world *w)
+{
+    router_core_counters counters = router_core_counters_of(w->fake.core);
+    assert_int_equal(counters.active, 0);
+    assert_int_equal(counters.queued, 0);
+    for (uint32_t i = 0; i < w->count; i++) {
+        const answer *a = &w->answers[i];
+        assert_int_equal(a->ends + a->cancelled, 1);
+    }
+    for (uint32_t i = 0; i < w->fake.workers_count; i++) {
+        const fake_worker *worker = &w->fake.workers[i];
+        if (!worker->alive)
+            continue;
+        assert_int_equal(worker->free, worker->blocks);
+        assert_int_equal(worker->prefills, 0);
+    }
+}
+
+answer *ask(world *w, uint32_t prompt, uint32_t max)
+{
+    return ask_with(w, prompt, max, 0);
+}
+
+router_core_counters counters_of(const world *w)
+{
+    return router_core_counters_of(w->fake.core);
+}
+
+world *one_to_one(uint64_t seed)
+{
+    world *w = world_new(seed);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    return w;
+}
