@@ -43,7 +43,7 @@ static pd_status make_source(pd_role_core *core, uint32_t requests_max)
                                                        .ships_max = requests_max,
                                                        .drop_link = prefill_peers_drop,
                                                        .ctx = core});
-    return pd_audit_init(&core->audit, requests_max * 2, 1);
+    return pd_audit_init(&core->audit, requests_max * 2 + PREFILL_PULLS_MAX, PREFILL_PULLS_MAX);
 }
 
 static pd_status prefill_create(const pd_role_options *options, const pd_role_sink *sink,
@@ -277,6 +277,7 @@ static void on_audit(pd_role_core *core, uint64_t router, const pd_msg_audit *as
                                                  : PD_AUDIT_WAITING;
         pd_audit_add(&core->audit, &r->key, state, r->item.started ? r->blocks_count : 0);
     }
+    prefill_pulls_audit(&core->pulls, &core->audit);
     pd_source_audit(&core->source, &core->audit);
     pd_audit_send(&core->audit, &core->options, &core->sink, asked->serial,
                   pd_blocks_ledger(&core->blocks));

@@ -6,9 +6,6 @@
 #include <stddef.h>
 #include <string.h>
 
-/* Pulls under way and quarantined: with more a prompt is computed. */
-enum { PULLS_MAX = 64 };
-
 struct prefill_pull {
     prefill_pull *prev, *next;
     prefill_request *request; /* NULL: given up */
@@ -28,7 +25,7 @@ pd_status prefill_pulls_init(prefill_pulls *pulls, const pd_role_options *option
     *pulls =
         (prefill_pulls){.options = options, .sink = sink, .blocks = blocks, .counters = counters};
     pd_lander_init(&pulls->lander, options, sink);
-    return pd_lease_table_create(blocks->cache, PULLS_MAX, blocks_max, &pulls->leases);
+    return pd_lease_table_create(blocks->cache, PREFILL_PULLS_MAX, blocks_max, &pulls->leases);
 }
 
 static void forget(prefill_pulls *pulls, prefill_pull *pull)
@@ -312,6 +309,17 @@ void prefill_pull_source_gone(prefill_pulls *pulls, uint64_t incarnation, bool d
             close(pulls, pull, "the source is gone");
         else if (pull->request != NULL && !pd_landing_written(&pull->landing))
             give_up(pulls, pull, "the source was given up");
+    }
+}
+
+void prefill_pulls_audit(const prefill_pulls *pulls, pd_audit *audit)
+{
+    for (const prefill_pull *pull = pulls->head; pull != NULL; pull = pull->next) {
+        bool given_up = pull->request == NULL;
+        pd_audit_add(audit, &pull->landing.key, given_up ? PD_AUDIT_QUARANTINED : PD_AUDIT_LANDING,
+                     pull->lease->blocks_count);
+        if (given_up)
+            pd_audit_wait_for(audit, pull->lease->prefill);
     }
 }
 

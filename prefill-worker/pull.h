@@ -10,9 +10,13 @@
  * landing ones stay quarantined until the source's last word or death. One thread. */
 
 #include "common/kv/lease.h"
+#include "common/worker/audit.h"
 #include "common/worker/blocks.h"
 #include "common/worker/land.h"
 #include "prefill-worker/request.h"
+
+/* Pulls under way and quarantined: with more a prompt is computed. */
+enum { PREFILL_PULLS_MAX = 64 };
 
 typedef struct prefill_pull prefill_pull;
 
@@ -49,4 +53,6 @@ void prefill_pull_on_notice(prefill_pulls *pulls, const pd_notice *notice);
 void prefill_pull_on_checked(prefill_pulls *pulls, const pd_checked *checked);
 /* dead: no write of that incarnation can land any more; else it was given up and may go on. */
 void prefill_pull_source_gone(prefill_pulls *pulls, uint64_t incarnation, bool dead);
+/* Adds those that land, or are quarantined, and whom these wait for. */
+void prefill_pulls_audit(const prefill_pulls *pulls, pd_audit *audit);
 void prefill_pulls_tick(prefill_pulls *pulls, uint64_t now_ns);

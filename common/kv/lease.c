@@ -173,6 +173,8 @@ pd_status pd_lease_grow(pd_lease_table *table, pd_lease *lease, uint32_t count)
     pd_assert(lease->state == PD_LEASE_RUNNING);
     if (count > table->blocks_max - lease->blocks_count)
         return PD_E_TOO_LARGE;
+    if (count > pd_lease_room(table))
+        return PD_E_OVERLOAD;
     pd_block near = lease->blocks[lease->blocks_count - 1];
     pd_status status = pd_prefix_cache_alloc(table->cache, count, PD_CLAIM_RUNNING, near,
                                              lease->blocks + lease->blocks_count);
@@ -250,25 +252,6 @@ void pd_lease_renew(pd_lease *lease, uint64_t expiry_ns)
 {
     if (expiry_ns > lease->expiry_ns)
         lease->expiry_ns = expiry_ns;
-}
-
-void pd_lease_renew_owner(pd_lease_table *table, uint64_t owner, uint64_t expiry_ns)
-{
-    uint32_t cursor = 0;
-    for (pd_lease *lease; (lease = pd_lease_next(table, &cursor)) != NULL;) {
-        if (lease->owner == owner)
-            pd_lease_renew(lease, expiry_ns);
-    }
-}
-
-pd_lease *pd_lease_expired(const pd_lease_table *table, uint64_t now_ns)
-{
-    uint32_t cursor = 0;
-    for (pd_lease *lease; (lease = pd_lease_next(table, &cursor)) != NULL;) {
-        if (lease->state != PD_LEASE_QUARANTINED && lease->expiry_ns <= now_ns)
-            return lease;
-    }
-    return NULL;
 }
 
 pd_lease *pd_lease_next(const pd_lease_table *table, uint32_t *cursor)

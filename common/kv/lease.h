@@ -66,15 +66,17 @@ typedef struct pd_lease_grant_args {
 PD_CHECKED pd_status pd_lease_grant(pd_lease_table *table, const pd_lease_grant_args *args,
                                     pd_lease **lease_out);
 /* Granted to landing (landed when prefill is 0): pins what is cached of hashes[hashes_count]
- * (hashes_count <= promised) and claims the rest of the promised blocks. PD_E_OVERLOAD: the room
- * went to others meanwhile; the lease stays granted. */
+ * (hashes_count <= promised) and claims the rest of the promised blocks. PD_E_OVERLOAD: there is
+ * less room than was promised, since blocks were claimed past pd_lease_room; the lease stays
+ * granted. */
 PD_CHECKED pd_status pd_lease_bind(pd_lease_table *table, pd_lease *lease, const pd_hash128 *hashes,
                                    uint32_t hashes_count);
 /* Landing to landed: the sender said that it is done and everything was checked. */
 void pd_lease_landed(pd_lease_table *table, pd_lease *lease);
 /* Landed to running. */
 void pd_lease_run(pd_lease_table *table, pd_lease *lease);
-/* Running: adds count blocks. Errors: PD_E_OVERLOAD (no room now), PD_E_TOO_LARGE (blocks_max). */
+/* Running: adds count blocks, in a run with its last one where that is free. What others were
+ * promised is not given away. Errors: PD_E_OVERLOAD (no room now), PD_E_TOO_LARGE (blocks_max). */
 PD_CHECKED pd_status pd_lease_grow(pd_lease_table *table, pd_lease *lease, uint32_t count);
 /* The caller is done with it, whatever its state. Landing becomes quarantined (held blocks are let
  * go, the lease stays in the table) and true is returned; else all blocks are let go, the lease is
@@ -85,11 +87,6 @@ bool pd_lease_release(pd_lease_table *table, pd_lease *lease);
 pd_lease *pd_lease_find(const pd_lease_table *table, uint64_t request, uint32_t epoch);
 /* A later expiry; an earlier one is ignored. */
 void pd_lease_renew(pd_lease *lease, uint64_t expiry_ns);
-/* Renews every lease of a router. */
-void pd_lease_renew_owner(pd_lease_table *table, uint64_t owner, uint64_t expiry_ns);
-/* A lease that is not quarantined and whose expiry is at or before now_ns; NULL: none. The caller
- * releases it and asks again. */
-pd_lease *pd_lease_expired(const pd_lease_table *table, uint64_t now_ns);
 /* All leases: *cursor starts at 0; NULL at the end. The lease just returned may be released. */
 pd_lease *pd_lease_next(const pd_lease_table *table, uint32_t *cursor);
 

@@ -405,21 +405,6 @@ void pd_prefix_cache_insert(pd_prefix_cache *cache, pd_hash128 root, const pd_ha
     }
 }
 
-void pd_prefix_cache_clear(pd_prefix_cache *cache)
-{
-    for (pd_block block = 0; block < cache->blocks; block++) {
-        if (pd_kv_pool_is_cached(cache->pool, block))
-            pd_kv_pool_set_cached(cache->pool, block, false);
-        cache->nodes[block] = (node){.heap_index = NOT_IN_HEAP};
-    }
-    for (uint32_t i = 0; i <= cache->slots_mask; i++)
-        cache->slots[i] = PD_BLOCK_NONE;
-    cache->heap_len = 0;
-    cache->cached_count = 0;
-    cache->busy_count = 0;
-    event_add(cache, (pd_cache_event){.kind = PD_CACHE_CLEARED});
-}
-
 bool pd_prefix_cache_next(const pd_prefix_cache *cache, uint32_t *cursor, pd_cache_event *event_out)
 {
     for (; *cursor < cache->blocks; (*cursor)++) {

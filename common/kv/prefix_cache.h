@@ -64,13 +64,10 @@ void pd_prefix_cache_drop(pd_prefix_cache *cache, const pd_block *blocks, uint32
  * blocks costs only the new ones. */
 void pd_prefix_cache_insert(pd_prefix_cache *cache, pd_hash128 root, const pd_hash128 *hashes,
                             const pd_block *blocks, uint32_t count);
-/* Forgets all content: unclaimed blocks become free, claimed ones stay their owners'. */
-void pd_prefix_cache_clear(pd_prefix_cache *cache);
 
 typedef enum pd_cache_event_kind {
     PD_CACHE_STORED,  /* hash, parent, position */
     PD_CACHE_REMOVED, /* hash */
-    PD_CACHE_CLEARED, /* everything */
 } pd_cache_event_kind;
 
 typedef struct pd_cache_event {

@@ -71,7 +71,6 @@ static pd_kv_event on_the_wire(const pd_cache_event *event)
     static const pd_kv_event_kind kinds[] = {
         [PD_CACHE_STORED] = PD_KV_STORED,
         [PD_CACHE_REMOVED] = PD_KV_REMOVED,
-        [PD_CACHE_CLEARED] = PD_KV_CLEARED,
     };
 
     return (pd_kv_event){.kind = kinds[event->kind], .hash = event->hash};

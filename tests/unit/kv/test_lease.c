@@ -159,7 +159,6 @@ static void blocks_a_sender_may_still_write_come_back_only_when_it_cannot(void *
     pd_kv_ledger ledger = pd_kv_pool_ledger(w.pool);
     assert_int_equal(ledger.quarantined, 3 + 2 + 2);
     assert_int_equal(ledger.cached, 1); /* the held one is nobody's to write */
-    assert_null(pd_lease_expired(w.table, UINT64_MAX));
 
     assert_false(pd_lease_sender_acked(w.table, 77, 1));
     assert_false(pd_lease_sender_acked(w.table, 2, 2));
@@ -174,25 +173,33 @@ static void blocks_a_sender_may_still_write_come_back_only_when_it_cannot(void *
     unmake(&w);
 }
 
-static void only_what_nobody_renewed_expires(void **state)
+static void a_lease_is_renewed_forwards_only(void **state)
 {
     (void)state;
     world w = make();
-    pd_lease *a = grant(&w, 1, 5, 2), *b = grant(&w, 2, 5, 2); /* until 100 and 200 */
-    assert_null(pd_lease_expired(w.table, 99));
-    assert_ptr_equal(pd_lease_expired(w.table, 100), a);
-    pd_lease_renew(a, 50); /* not backwards */
+    pd_lease *a = grant(&w, 1, 5, 2); /* until 100 */
+    pd_lease_renew(a, 50);
     assert_int_equal(a->expiry_ns, 100);
-    pd_lease_renew_owner(w.table, 8, 1000); /* somebody else's */
-    assert_ptr_equal(pd_lease_expired(w.table, 100), a);
-    pd_lease_renew_owner(w.table, 9, 150);
+    pd_lease_renew(a, 150);
     assert_int_equal(a->expiry_ns, 150);
-    assert_int_equal(b->expiry_ns, 200);
-    uint32_t expired = 0;
-    for (pd_lease *lease; (lease = pd_lease_expired(w.table, 200)) != NULL; expired++)
-        assert_false(pd_lease_release(w.table, lease));
-    assert_int_equal(expired, 2);
+    assert_false(pd_lease_release(w.table, a));
     assert_int_equal(pd_lease_room(w.table), BLOCKS);
+    unmake(&w);
+}
+
+/* However much the others grow: a bind finds what was promised. */
+static void growth_leaves_promised_room_alone(void **state)
+{
+    (void)state;
+    world w = make();
+    pd_lease *a = grant(&w, 1, 0, 1);
+    assert_int_equal(pd_lease_bind(w.table, a, NULL, 0), PD_OK);
+    pd_lease_run(w.table, a);
+    uint32_t more = pd_lease_room(w.table) - 2;
+    pd_lease *b = grant(&w, 2, 5, more < 6 ? more : 6);
+    while (pd_lease_grow(w.table, a, 1) == PD_OK) {
+    }
+    assert_int_equal(pd_lease_bind(w.table, b, NULL, 0), PD_OK);
     unmake(&w);
 }
 
@@ -250,7 +257,8 @@ int main(void)
         cmocka_unit_test(more_than_there_is_room_for_is_never_promised),
         cmocka_unit_test(a_lease_lands_runs_grows_and_leaves_its_prefix_cached),
         cmocka_unit_test(blocks_a_sender_may_still_write_come_back_only_when_it_cannot),
-        cmocka_unit_test(only_what_nobody_renewed_expires),
+        cmocka_unit_test(a_lease_is_renewed_forwards_only),
+        cmocka_unit_test(growth_leaves_promised_room_alone),
         cmocka_unit_test(nothing_leaks_whatever_happens),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

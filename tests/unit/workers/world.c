@@ -507,6 +507,14 @@ static void on_prefill_done(world *w, const pd_msg_prefill_done *done)
         fail_request(w, r, done->status);
 }
 
+static void on_audit_reply(world *w, const pd_msg_audit_reply *reply)
+{
+    assert_true(reply->entries_count <= 64 && reply->waits_for_count <= 16);
+    w->last_audit = *reply;
+    memcpy(w->audit_entries, reply->entries, reply->entries_count * sizeof *reply->entries);
+    memcpy(w->audit_waits, reply->waits_for, reply->waits_for_count * sizeof *reply->waits_for);
+}
+
 static void sink_send(void *ctx, uint64_t router, const pd_message *message)
 {
     world_worker *worker = ctx;
@@ -515,6 +523,10 @@ static void sink_send(void *ctx, uint64_t router, const pd_message *message)
     assert_true(router == WORLD_ROUTER);
     if (message->kind == PD_MSG_KV_EVENTS) {
         on_events(w, worker, &message->kv_events);
+        return;
+    }
+    if (message->kind == PD_MSG_AUDIT_REPLY) {
+        on_audit_reply(w, &message->audit_reply);
         return;
     }
     assert_true(w->letters_count < WORLD_LETTERS_MAX);

@@ -145,6 +145,9 @@ typedef struct world {
     uint32_t damage_ship;
     bool damaged; /* it has happened */
     pd_msg_prefill_done last_done;
+    pd_msg_audit_reply last_audit; /* entries and waits_for lie beside it */
+    pd_audit_entry audit_entries[64];
+    uint64_t audit_waits[16];
     /* A worker that has leading blocks of every other prompt; who writes them is the test's. */
     uint64_t pull_from;
     void (*on_pull)(struct world *w, const pd_msg_prefill_started *started);
