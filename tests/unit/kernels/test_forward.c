@@ -169,78 +169,6 @@ static void a_row_is_the_same_alone_and_in_a_batch(void **state)
     }
 }
 
-/* Every block of the sequence is covered as far as it was written, and the seals made of what was
- * hashed on the way are those of the bytes. */
-static void check_tiles(const rig *r, const pd_seal_tiles *tiles, const pd_block *blocks,
-                        uint32_t length)
-{
-    for (uint32_t index = 0; index * layout.block_tokens < length; index++) {
-        uint32_t left = length - index * layout.block_tokens;
-        uint32_t valid = left < layout.block_tokens ? left : layout.block_tokens;
-        for (uint32_t group = 0; group < layout.groups; group++) {
-            pd_seal_place place = {.request = 1,
-                                   .group = group,
-                                   .block_index = index,
-                                   .valid_tokens = valid,
-                                   .layout_fingerprint = 2};
-            uint64_t seal = 0;
-            for (uint32_t head = 0; head < layout.kv_heads; head++)
-                assert_int_equal(
-                    pd_seal_tiles_covered(tiles, group * layout.group_layers, blocks[index], head),
-                    valid);
-            pd_seal_of(&layout, r->pool, tiles, blocks[index], &place, 1, &seal);
-            assert_true(seal == pd_seal_compute(&layout, r->pool, blocks[index], &place, 0,
-                                                layout.kv_heads));
-        }
-    }
-}
-
-/* Sequences grow by random chunks and single tokens, alone and together, and now and then the last
- * tokens are computed once more, as after a cache hit that covers a whole prompt. */
-static void tiles_are_hashed_as_they_are_written(void **state)
-{
-    enum { LENGTH = 100, EACH = 16 };
-    uint64_t random = 11;
-
-    (void)state;
-    for (uint32_t i = 0; kern_backend_at(i) != NULL; i++) {
-        if (!usable(kern_backend_at(i)))
-            continue;
-        pd_seal_tiles *tiles = NULL;
-        uint32_t lengths[SEQUENCES] = {0};
-        rig r = rig_make(kern_backend_at(i)->name, 3);
-        assert_int_equal(pd_seal_tiles_create(&layout, &tiles), PD_OK);
-        for (uint32_t round = 0; round < 60; round++) {
-            bool singles = pd_random_next(&random) % 2 == 0;
-            kern_slice slices[SEQUENCES];
-            uint32_t count = 0;
-            for (uint32_t s = 0; s < SEQUENCES; s++) {
-                uint32_t some = singles ? 1 : 1 + (uint32_t)(pd_random_next(&random) % 40);
-                if (pd_random_next(&random) % 3 == 0 || lengths[s] + some > LENGTH)
-                    continue;
-                uint32_t again = (uint32_t)(pd_random_next(&random) % 12);
-                again = again > 2 || again > lengths[s] ? 0 : again;
-                slices[count++] = (kern_slice){.tokens = tokens + lengths[s] - again,
-                                               .count = some,
-                                               .position = lengths[s] - again,
-                                               .blocks = r.blocks + EACH * s,
-                                               .logits_from = some};
-                lengths[s] += some - again;
-            }
-            kern_step run = {.layout = &layout,
-                             .pool = r.pool,
-                             .tiles = tiles,
-                             .slices = slices,
-                             .slices_count = count};
-            assert_int_equal(kern_model_step(r.model, &run), PD_OK);
-            for (uint32_t s = 0; s < SEQUENCES; s++)
-                check_tiles(&r, tiles, r.blocks + EACH * s, lengths[s]);
-        }
-        pd_seal_tiles_destroy(tiles);
-        rig_end(&r);
-    }
-}
-
 typedef struct group_log {
     uint32_t groups[16];
     uint32_t count;
@@ -414,7 +342,6 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_are_equal_for_every_backend_thread_count_and_chunk),
         cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
-        cmocka_unit_test(tiles_are_hashed_as_they_are_written),
         cmocka_unit_test(each_group_is_reported_once_and_in_order),
         cmocka_unit_test(what_is_out_of_range_is_refused),
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
