@@ -87,12 +87,12 @@ static kv_row row_of(const look *l, const pd_json *worker)
 {
     const pd_json *ledger = pd_json_get(worker, "ledger");
     const pd_json *audit = named(l->audits, text_of(worker, "name"));
-    const pd_json *states = audit != NULL ? pd_json_get(audit, "states") : NULL;
+    const pd_json *holds = audit != NULL ? pd_json_get(audit, "holds") : NULL;
     kv_row row = {.name = text_of(worker, "name"),
                   .role = text_of(worker, "role"),
                   .total = number_of(ledger, "total"),
-                  .promised = number_of(states, "promised"),
-                  .suspended = number_of(states, "suspended")};
+                  .promised = number_of(holds, "promised"),
+                  .suspended = number_of(holds, "suspended")};
 
     for (int i = 0; i < PARTS; i++)
         row.parts[i] = number_of(ledger, part_names[i]);
@@ -151,11 +151,10 @@ static void judge_worker(look *l, const pd_json *worker)
     }
     missing = pd_json_get(audit, "missing");
     for (size_t i = 0; i < count_of(missing); i++) {
-        size_t len;
-        const pd_json *request = pd_json_at(missing, i);
-        if (pd_json_type_of(request) == PD_JSON_STRING)
-            fault(l, "%s: does not have request %s, on which the router counts", row.name,
-                  pd_json_string(request, &len));
+        const pd_json *number = pd_json_at(missing, i);
+        if (pd_json_type_of(number) == PD_JSON_INTEGER)
+            fault(l, "%s: does not have request %lld, on which the router counts", row.name,
+                  (long long)pd_json_integer(number));
     }
 }
 

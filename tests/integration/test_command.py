@@ -247,10 +247,10 @@ class Command(unittest.TestCase):
         rc, out, err = self.kv_status()
         self.assertEqual((rc, err), (0, ""))
         self.assertIn("no worker has been audited yet", out)
-        states = {"promised": 3, "suspended": 2}
+        holds = {"promised": 3, "suspended": 2}
         self.tell("audit", [
-            {"name": "decode-0", "age_ms": 1500, "states": states, "unknown": [], "missing": [], "waits_for": ["000000000000000p", "feed"]},
-            {"name": "prefill-0", "age_ms": 200, "states": {}, "unknown": [], "missing": [], "waits_for": []}])
+            {"name": "decode-0", "age_ms": 1500, "holds": holds, "unknown": [], "missing": [], "waits_for": ["000000000000000p", "feed"]},
+            {"name": "prefill-0", "age_ms": 200, "holds": {}, "unknown": [], "missing": [], "waits_for": []}])
         rc, out, err = self.kv_status()
         self.assertEqual((rc, err), (0, ""))
         rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
@@ -259,7 +259,7 @@ class Command(unittest.TestCase):
         self.assertIn("router and workers agree (2 asked, the oldest answer 1.5 s ago)", out)
         said = json.loads(self.kv_status("--json")[1])
         self.assertTrue(said["balanced"])
-        self.assertEqual((said["workers"][0]["ledger"]["quarantined"], said["audit"][0]["states"]["promised"]), (10, 3))
+        self.assertEqual((said["workers"][0]["ledger"]["quarantined"], said["audit"][0]["holds"]["promised"]), (10, 3))
 
     def test_status_kv_fails_when_a_ledger_does_not_add_up(self):
         self.assertEqual(self.up()[0], 0)
@@ -274,15 +274,15 @@ class Command(unittest.TestCase):
     def test_status_kv_fails_for_what_stays_different_only(self):
         self.assertEqual(self.up()[0], 0)
         self.tell("workers", [self.holder("decode-0"), self.holder("prefill-0")])
-        strange = [{"request": "1f", "epoch": 2, "state": "running", "blocks": 7}]
-        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "states": {}, "unknown": strange, "missing": ["2a"], "waits_for": []}])
+        strange = [{"number": 31, "epoch": 2, "state": "running", "blocks": 7}]
+        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "holds": {}, "unknown": strange, "missing": [42], "waits_for": []}])
         rc, out, err = self.kv_status()
         self.assertEqual(rc, 1)
-        self.assertIn("decode-0: holds request 1f epoch 2 (running, 7 blocks), which the router does not know", out)
-        self.assertIn("decode-0: does not have request 2a, on which the router counts", out)
+        self.assertIn("decode-0: holds request 31 epoch 2 (running, 7 blocks), which the router does not know", out)
+        self.assertIn("decode-0: does not have request 42, on which the router counts", out)
         look = subprocess.Popen([KVFERRY, "status", "--kv", "-f", self.file], env=self.env(), stdout=subprocess.PIPE, text=True)
         time.sleep(1)
-        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "states": {}, "unknown": [], "missing": [], "waits_for": []}])
+        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "holds": {}, "unknown": [], "missing": [], "waits_for": []}])
         out, _ = look.communicate(timeout=60)
         self.assertEqual(look.returncode, 0, out)
         self.tell("workers", [self.holder("decode-0", free=90, quarantined=10), self.holder("prefill-0")])
