@@ -145,8 +145,8 @@ static void judge_worker(look *l, const pd_json *worker)
     for (size_t i = 0; i < count_of(unknown); i++) {
         const pd_json *entry = pd_json_at(unknown, i);
         fault(l,
-              "%s: holds request %s epoch %lld (%s, %lld blocks), which the router does not know",
-              row.name, text_of(entry, "request"), (long long)number_of(entry, "epoch"),
+              "%s: holds request %lld epoch %lld (%s, %lld blocks), which the router does not know",
+              row.name, (long long)number_of(entry, "number"), (long long)number_of(entry, "epoch"),
               text_of(entry, "state"), (long long)number_of(entry, "blocks"));
     }
     missing = pd_json_get(audit, "missing");
