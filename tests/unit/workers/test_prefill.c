@@ -325,7 +325,7 @@ static void it_says_that_it_has_started_until_it_knows_the_targets(void **state)
 static void groups_leave_while_later_ones_are_computed(void **state)
 {
     (void)state;
-    world *w = world_create(&(world_setup){.seed = 1, .chunk_tokens = 400});
+    world *w = world_create(&(world_setup){.seed = 1, .chunk_tokens = 400, .token_bytes = 1 << 20});
     direct d;
 
     make_direct(w, &d, 400, 5);
