@@ -190,7 +190,6 @@ static void on_prefill_request(pd_role_core *core, const pd_msg_prefill_request 
     core->tail = r;
     pd_log_req_debug(r->id, "msg=\"prefill queued\" tokens=%u waiting=%u", r->item.tokens,
                      core->queue.count);
-    prefill_run_step(core, now_ns);
 }
 
 static void on_targets(pd_role_core *core, const pd_msg_targets *targets, uint64_t now_ns)
@@ -257,7 +256,6 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
         pd_last_words_everywhere(&core->words, &cancel->key);
     if (cancel->unwritten)
         prefill_pull_unwritten(&core->pulls, &cancel->key);
-    prefill_run_step(core, now_ns);
 }
 
 static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked, uint64_t now_ns)
@@ -314,10 +312,7 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
     case PD_MSG_RELEASE: on_release(core, &message->release); break;
     case PD_MSG_SHIP_AGAIN: on_ship_again(core, &message->ship_again, now_ns); break;
     case PD_MSG_CANCEL: on_cancel(core, &message->cancel, now_ns); break;
-    case PD_MSG_PULL_END:
-        prefill_pull_ended(&core->pulls, &message->pull_end);
-        prefill_run_step(core, now_ns);
-        break;
+    case PD_MSG_PULL_END: prefill_pull_ended(&core->pulls, &message->pull_end); break;
     case PD_MSG_SHIP_REQUEST: on_ship_request(core, &message->ship_request, now_ns); break;
     case PD_MSG_AUDIT: on_audit(core, router, &message->audit); break;
     case PD_MSG_PEER_UP: prefill_peers_up(core, router, &message->peer_up, now_ns); break;
@@ -328,6 +323,7 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
         break;
     default: break;
     }
+    prefill_run_step(core, now_ns); /* somebody new, or blocks have come back */
 }
 
 static void on_notice(pd_role_core *core, const pd_transfer_event *event)
@@ -421,7 +417,8 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
             continue;
         if (now_ns >= r->deadline_ns)
             prefill_end_early(core, r, PD_E_TIMEOUT, "the prefill's deadline has passed", now_ns);
-        else if (r->said_started_ns != 0 && !r->targets_known && !r->answer_ended &&
+        else if (r->said_started_ns != 0 && !r->answer_ended &&
+                 ((r->ship && !r->targets_known) || r->pull != NULL) &&
                  now_ns >= r->said_started_ns + SAY_STARTED_NS)
             prefill_say_started(core, r, now_ns);
     }

@@ -48,21 +48,22 @@ double pd_cost_ship_ms(const pd_cost *cost, uint64_t bytes)
 }
 
 /* When the last block has landed, from the step's beginning: shipment after shipment on one link,
- * none before its groups are computed. */
-static double landed_ms(const pd_cost *cost, uint32_t groups, double compute_ms, uint64_t bytes,
-                        uint32_t batch)
+ * none before its groups are computed. With it the fixed cost of each shipment. */
+static double ship_price_ms(const pd_cost *cost, uint32_t groups, double compute_ms, uint64_t bytes,
+                            uint32_t batch)
 {
     double group_compute_ms = compute_ms / groups;
     double group_wire_ms = (double)bytes / groups * cost->ship_byte_ms;
-    double link_ms = 0;
+    double link_ms = 0, fixed_ms = 0;
 
     for (uint32_t from = 0; from < groups; from += batch) {
         uint32_t end = groups - from < batch ? groups : from + batch;
         double ready_ms = end * group_compute_ms;
         link_ms = (link_ms > ready_ms ? link_ms : ready_ms) + cost->ship_base_ms +
                   (end - from) * group_wire_ms;
+        fixed_ms += cost->ship_base_ms;
     }
-    return link_ms;
+    return link_ms + fixed_ms;
 }
 
 uint32_t pd_cost_ship_groups(const pd_cost *cost, uint32_t groups, double compute_ms,
@@ -72,9 +73,9 @@ uint32_t pd_cost_ship_groups(const pd_cost *cost, uint32_t groups, double comput
 
     if (groups <= 1 || bytes == 0)
         return groups;
-    double best_ms = landed_ms(cost, groups, compute_ms, bytes, groups);
+    double best_ms = ship_price_ms(cost, groups, compute_ms, bytes, groups);
     for (uint32_t batch = groups - 1; batch > 0; batch--) {
-        double ms = landed_ms(cost, groups, compute_ms, bytes, batch);
+        double ms = ship_price_ms(cost, groups, compute_ms, bytes, batch);
         if (ms < best_ms) {
             best = batch;
             best_ms = ms;

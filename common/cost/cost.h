@@ -24,9 +24,9 @@ double pd_cost_prefill_ms(const pd_cost *cost, uint32_t new_tokens, uint32_t cac
 double pd_cost_decode_step_ms(const pd_cost *cost, uint32_t batch, uint64_t context_tokens);
 double pd_cost_ship_ms(const pd_cost *cost, uint64_t bytes);
 /* How many layer groups make one shipment, 1 .. groups, for bytes in all that a step of compute_ms
- * fills group by group: the number with which the last of them lands first. Each shipment costs
- * ship_base_ms, so a short prompt leaves as a whole; its bytes travel while later groups are
- * computed, so a long one leaves a group at a time. Of equally good numbers the largest. */
+ * fills group by group: the number with which the last of them lands first, ship_base_ms added for
+ * each shipment, since it is spent by somebody even where it is hidden behind computing. So a short
+ * prompt leaves as a whole. Of equally good numbers the largest. */
 uint32_t pd_cost_ship_groups(const pd_cost *cost, uint32_t groups, double compute_ms,
                              uint64_t bytes);
 /* The shortest uncached prompt, up to tokens_max, whose groups leave while later ones are computed:

@@ -277,6 +277,218 @@ static void the_time_on_the_wire_of_every_write_is_reported(void **state)
     world_destroy(w);
 }
 
+static uint32_t letters_of(const world *w, pd_message_kind kind)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < w->letters_count; i++)
+        count += w->letters[i].message.kind == kind;
+    return count;
+}
+
+static void finish_steps(world *w)
+{
+    while (w->prefill.running != NULL)
+        world_end_step(w, &w->prefill);
+}
+
+static void it_says_that_it_has_started_until_it_knows_the_targets(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 40, 5);
+    world_to(w, &w->prefill, &d.message);
+    assert_int_equal(letters_of(w, PD_MSG_PREFILL_STARTED), 1); /* before its step is done */
+    finish_steps(w);
+    for (int i = 0; i < 12; i++)
+        world_tick(w, 100);
+    assert_int_equal(letters_of(w, PD_MSG_PREFILL_STARTED), 3);
+    assert_int_equal(w->wire_count, 0);
+    world_to(w, &w->prefill, &d.targets);
+    /* all of it is final by now: one shipment */
+    assert_int_equal(w->shipments, 1);
+    world_to(w, &w->prefill, &d.targets); /* again changes nothing */
+    for (int i = 0; i < 12; i++)
+        world_tick(w, 100);
+    assert_int_equal(letters_of(w, PD_MSG_PREFILL_STARTED), 3);
+    assert_int_equal(w->shipments, 1);
+    while (world_deliver(w)) {
+    }
+    assert_int_equal(letters_of(w, PD_MSG_PREFILL_DONE), 1);
+    release(w, &d);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void groups_leave_while_later_ones_are_computed(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .chunk_tokens = 400, .token_bytes = 1 << 20});
+    direct d;
+
+    make_direct(w, &d, 400, 5);
+    send_direct(w, &d);
+    assert_int_equal(w->shipments, 0);
+    world_step_group(w, &w->prefill);
+    world_step_group(w, &w->prefill);
+    assert_true(w->shipments > 0);
+    uint32_t early = w->shipments;
+    world_step_group(w, &w->prefill);
+    assert_non_null(w->prefill.running);
+    finish_steps(w);
+    assert_true(w->shipments > early);
+    while (world_deliver(w)) {
+    }
+    release(w, &d);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+static void what_the_carrier_has_no_room_for_leaves_later(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .ships_max = 1});
+    direct d[3];
+
+    for (int i = 0; i < 3; i++) {
+        make_direct(w, &d[i], 100, 5);
+        send_direct(w, &d[i]);
+    }
+    finish_steps(w);
+    while (world_deliver(w)) {
+    }
+    read_letters(w);
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(w->requests[i].prefill_status, PD_OK);
+        assert_true(w->requests[i].prefill_ended);
+        release(w, &d[i]);
+    }
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
+/* The token says that the answer is over: nobody needs the rest. */
+static void an_end_token_first_stops_the_shipping(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .chunk_tokens = 32, .ships_max = 1});
+    direct d;
+
+    make_direct(w, &d, 100, 5);
+    uint32_t end = world_next_token(d.tokens, 100);
+    d.message.prefill_request.end_tokens = &end;
+    d.message.prefill_request.end_tokens_count = 1;
+    send_direct(w, &d);
+    finish_steps(w);
+    uint32_t before = w->shipments;
+    assert_int_equal(letters_of(w, PD_MSG_PREFILL_DONE), 0); /* what has left comes back first */
+    while (world_deliver(w)) {
+    }
+    assert_int_equal(w->shipments, before);
+    assert_int_equal(letters_of(w, PD_MSG_PREFILL_DONE), 1);
+    read_letters(w);
+    assert_int_equal(w->last_done.status, PD_OK);
+    world_check_nothing_held(w); /* without a release */
+    world_destroy(w);
+}
+
+static void ship_again(world *w, const direct *d, uint32_t group, uint32_t first, uint32_t count)
+{
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN};
+
+    message.ship_again = (pd_msg_ship_again){.key = d->message.prefill_request.key,
+                                             .group = group,
+                                             .first_block = first,
+                                             .count = count};
+    world_to(w, &w->prefill, &message);
+}
+
+static const pd_msg_prefill_done *last_done(const world *w)
+{
+    const world_letter *last = &w->letters[w->letters_count - 1];
+
+    assert_true(w->letters_count > 0);
+    assert_int_equal(last->message.kind, PD_MSG_PREFILL_DONE);
+    return &last->message.prefill_done;
+}
+
+static void blocks_are_shipped_again_once(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 100, 5);
+    send_direct(w, &d);
+    finish_steps(w);
+    ship_again(w, &d, 1, 2, 3); /* while the first writing is under way */
+    while (world_deliver(w)) {
+    }
+    assert_int_equal(last_done(w)->again, 1);
+    assert_int_equal(last_done(w)->status, PD_OK);
+    uint32_t before = w->shipments;
+    ship_again(w, &d, 1, 3, 1); /* the same word, twice on its way */
+    assert_int_equal(w->shipments, before);
+    assert_int_equal(last_done(w)->again, 1);
+    ship_again(w, &d, 2, 6, 1); /* the partial block */
+    assert_int_equal(w->shipments, before + 1);
+    while (world_deliver(w)) {
+    }
+    assert_int_equal(last_done(w)->again, 2);
+    ship_again(w, &d, WORLD_GROUPS, 0, 1); /* no such group: answered, and nothing leaves */
+    assert_int_equal(w->shipments, before + 1);
+    assert_int_equal(last_done(w)->again, 3);
+    release(w, &d);
+    ship_again(w, &d, 2, 6, 1); /* too late */
+    assert_int_equal(last_done(w)->status, PD_E_NOT_FOUND);
+    assert_int_equal(last_done(w)->again, 1);
+    world_check_nothing_held(w);
+    w->letters_count = 0;
+    world_destroy(w);
+}
+
+static void copies_are_held_until_somebody_ends_that(void **state)
+{
+    (void)state;
+    enum { RELEASE, EARLY_RELEASE, CANCEL, DEADLINE, ROUTER, CASES };
+    for (int how = 0; how < CASES; how++) {
+        world *w = world_create(&(world_setup){.seed = 1});
+        direct d;
+        make_direct(w, &d, 100, 5);
+        d.message.prefill_request.deadline_ms = 500;
+        send_direct(w, &d);
+        finish_steps(w);
+        if (how == EARLY_RELEASE)
+            release(w, &d);
+        assert_int_equal(w->prefill.ops->ledger(w->prefill.core).running, 7);
+        while (world_deliver(w)) {
+        }
+        assert_int_equal(letters_of(w, PD_MSG_PREFILL_DONE), 1);
+        if (how != EARLY_RELEASE)
+            assert_int_equal(w->prefill.ops->ledger(w->prefill.core).running, 7);
+        if (how == RELEASE) {
+            release(w, &d);
+        } else if (how == CANCEL) {
+            pd_message message = {.kind = PD_MSG_CANCEL};
+            message.cancel.key = d.message.prefill_request.key;
+            world_to(w, &w->prefill, &message);
+        } else if (how == DEADLINE) {
+            for (int i = 0; i < 5; i++)
+                world_tick(w, 100);
+        } else if (how == ROUTER) {
+            w->router_silent = true;
+            for (int i = 0; i < 11; i++)
+                world_tick(w, 100);
+        }
+        world_check_nothing_held(w);
+        /* its last word is said already */
+        assert_int_equal(letters_of(w, PD_MSG_PREFILL_DONE), 1);
+        world_destroy(w);
+    }
+}
+
 static void leaving_cancels_everything(void **state)
 {
     (void)state;
@@ -306,6 +518,12 @@ int main(void)
         cmocka_unit_test(a_failed_write_ends_its_request_after_the_link),
         cmocka_unit_test(blocks_a_decode_worker_holds_are_not_shipped),
         cmocka_unit_test(the_time_on_the_wire_of_every_write_is_reported),
+        cmocka_unit_test(it_says_that_it_has_started_until_it_knows_the_targets),
+        cmocka_unit_test(groups_leave_while_later_ones_are_computed),
+        cmocka_unit_test(what_the_carrier_has_no_room_for_leaves_later),
+        cmocka_unit_test(an_end_token_first_stops_the_shipping),
+        cmocka_unit_test(blocks_are_shipped_again_once),
+        cmocka_unit_test(copies_are_held_until_somebody_ends_that),
         cmocka_unit_test(leaving_cancels_everything),
     };
 

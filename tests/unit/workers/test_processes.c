@@ -41,9 +41,8 @@ typedef struct asked {
     pd_hash128 hashes[PROMPT_MAX / BLOCK];
     uint32_t hashes_count;
     pd_sampling sampling;
-    bool leased, started, prefill_done, hold_start;
+    bool bound, started, prefill_done, hold_start;
     pd_msg_lease_reply lease;
-    pd_block blocks[PROMPT_MAX / BLOCK + 1];
     pd_msg_prefill_done done;
     pd_status failed;
     pd_finish finish;
@@ -125,7 +124,7 @@ static void send_prefill(asked *a)
     out->key = a->key;
     snprintf(out->id, sizeof out->id, "t-%llu", (unsigned long long)a->key.number);
     out->tokens = a->tokens;
-    out->tokens_count = a->prompt_count;
+    out->tokens_count = out->prompt_tokens = a->prompt_count;
     out->hashes = a->hashes;
     out->hashes_count = a->hashes_count;
     out->sampling = a->sampling;
@@ -135,10 +134,37 @@ static void send_prefill(asked *a)
     out->ship = a->max_tokens > 1;
     snprintf(out->decode, sizeof out->decode, "decode-0");
     out->decode_incarnation = t.workers[DECODE].hello.incarnation;
-    out->held_blocks = a->lease.held_blocks;
-    out->blocks = a->blocks;
-    out->blocks_count = a->lease.blocks_count;
     out->deadline_ms = 60000;
+    to_worker(PREFILL, &message);
+}
+
+static void send_key(int which, pd_message_kind kind, const asked *a)
+{
+    pd_message message = {.kind = kind};
+
+    if (kind == PD_MSG_BIND)
+        message.bind.key = a->key;
+    else
+        message.release.key = a->key;
+    to_worker(which, &message);
+}
+
+static void on_lease_reply(asked *a, const pd_msg_lease_reply *reply)
+{
+    pd_message message = {.kind = PD_MSG_TARGETS};
+
+    a->lease = *reply;
+    if (reply->status != PD_OK)
+        return;
+    if (!reply->bound) {
+        send_prefill(a);
+        return;
+    }
+    a->bound = true;
+    message.targets = (pd_msg_targets){.key = a->key,
+                                       .held_blocks = reply->held_blocks,
+                                       .blocks = reply->blocks,
+                                       .blocks_count = reply->blocks_count};
     to_worker(PREFILL, &message);
 }
 
@@ -206,12 +232,17 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
     case PD_MSG_LEASE_REPLY:
         a = asked_of(&message->lease_reply.key);
         assert_non_null(a);
-        a->leased = true;
-        a->lease = message->lease_reply;
-        if (a->lease.blocks_count > 0)
-            memcpy(a->blocks, a->lease.blocks, a->lease.blocks_count * sizeof(pd_block));
-        if (a->lease.status == PD_OK)
-            send_prefill(a);
+        on_lease_reply(a, &message->lease_reply);
+        break;
+    case PD_MSG_PREFILL_STARTED:
+        a = asked_of(&message->prefill_started.key);
+        if (a != NULL)
+            send_key(DECODE, PD_MSG_BIND, a);
+        break;
+    case PD_MSG_LANDED:
+        a = asked_of(&message->landed.key);
+        if (a != NULL)
+            send_key(PREFILL, PD_MSG_RELEASE, a);
         break;
     case PD_MSG_PREFILL_DONE:
         a = asked_of(&message->prefill_done.key);
@@ -404,8 +435,7 @@ static asked *ask(const uint32_t *prompt, uint32_t count, uint32_t max_tokens)
     pd_message message = {.kind = PD_MSG_LEASE_REQUEST};
     message.lease_request = (pd_msg_lease_request){
         .key = a->key,
-        .prefill = "prefill-0",
-        .prefill_incarnation = t.workers[PREFILL].hello.incarnation,
+        .sender = {.name = "prefill-0", .incarnation = t.workers[PREFILL].hello.incarnation},
         .prompt_tokens = count,
         .max_tokens = max_tokens,
         .hashes = a->hashes,
@@ -509,9 +539,9 @@ static bool first_token(void)
     return t.requests[0].count > t.requests[0].prompt_count;
 }
 
-static bool is_leased(void)
+static bool is_bound(void)
 {
-    return t.requests[0].leased;
+    return t.requests[0].bound;
 }
 
 static bool prefill_said_done(void)
@@ -523,7 +553,7 @@ static void a_cancel_gives_everything_back(void **state)
 {
     (void)state;
     uint32_t prompt[PROMPT_MAX];
-    bool (*const moments[])(void) = {is_leased, first_token, second_token};
+    bool (*const moments[])(void) = {is_bound, first_token, second_token};
 
     start_cluster("auto", "");
     for (int i = 0; i < 3; i++) {
@@ -554,7 +584,7 @@ static void a_killed_prefill_worker_is_replaced(void **state)
     start_cluster("shm", "");
     fill_prompt(prompt, 400, 77);
     asked *a = ask(prompt, 400, 20);
-    assert_true(wait_until(is_leased, 10000));
+    assert_true(wait_until(is_bound, 10000));
     kill(t.workers[PREFILL].pid, SIGKILL);
     assert_int_equal(end_status(PREFILL), 1000 + SIGKILL);
     if (a->finish == PD_FINISH_NONE) {

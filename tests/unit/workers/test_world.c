@@ -484,6 +484,7 @@ static void random_company_random_order(void **state)
             .max_batch = 1 + (uint32_t)(pd_random_next(&random) % 6),
             .queue_max = 8,
             .ships_max = 1 + (uint32_t)(pd_random_next(&random) % 8),
+            .token_bytes = 1u << pd_random_next(&random) % 20,
             .seals = seed % 2 == 0,
             .no_cache = seed % 7 == 0,
             .resume = seed % 4 == 0,

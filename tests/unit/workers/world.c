@@ -881,6 +881,8 @@ static void make_worker(world *w, world_worker *worker, const pd_role_ops *ops, 
                                                 .group_layers = 1,
                                                 .groups = WORLD_GROUPS,
                                                 .blocks = blocks};
+        worker->options.layout.layer_bytes =
+            WORLD_BLOCK_TOKENS * (setup->token_bytes != 0 ? setup->token_bytes : 4);
     }
     worker->world = w;
     worker->ops = ops;

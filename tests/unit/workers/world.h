@@ -160,6 +160,7 @@ typedef struct world_setup {
     uint32_t chunk_tokens, max_batch, queue_max;
     uint32_t context_max; /* 0: WORLD_PROMPT_MAX + WORLD_ANSWER_MAX */
     uint32_t ships_max;   /* shipments under way at a time; 0: 64 */
+    uint32_t token_bytes; /* of a layer group, as the cost model sees it; 0: 4 */
     bool seals, no_cache;
     bool resume; /* a failed attempt is followed by another one, from prompt and answer so far */
 } world_setup;
