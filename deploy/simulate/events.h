@@ -12,27 +12,34 @@
 #include <stdint.h>
 
 typedef enum sim_kind {
-    SIM_ARRIVAL = 1, /* a client asks: subject is the request */
-    SIM_HANG_UP,     /* a client leaves: subject is the request */
-    SIM_TO_ROUTER,   /* bytes: a packed message; channel in a */
-    SIM_TO_WORKER,   /* bytes: a packed message */
-    SIM_ROUTER_TICK,
-    SIM_START,      /* a worker has loaded its model */
-    SIM_BEAT,       /* a worker's heartbeat and tick */
+    /* for a router: subject is its index, incarnation 0 (whoever lives at its address) */
+    SIM_ARRIVAL = 1, /* a client asks: a is the request */
+    SIM_HANG_UP,     /* a client leaves: a is the request */
+    SIM_TO_ROUTER,   /* bytes: a packed message; a: channel and worker << 8, b: its incarnation */
+    SIM_WORKER_GONE, /* a: worker and, << 8, whether its death is certain; b: its incarnation */
+    SIM_ROUTER_TICK, /* incarnation is the router's */
+    /* for a worker: subject is its index */
+    SIM_TO_WORKER,  /* bytes: a packed message; a: router's index, b: its incarnation */
+    SIM_BEAT,       /* heartbeat and tick */
     SIM_GROUP_DONE, /* a is the layer group, b the step's number */
     SIM_STEP_DONE,  /* b is the step's number */
-    SIM_LANDED,     /* bytes: a sim_parcel, puts and their notice at the receiver */
-    SIM_TRANSFER,   /* bytes: a pd_transfer_event for the worker, cut after its notice */
-    SIM_CRASH,
-    SIM_FREEZE, /* a is for how long, ns */
+    SIM_CHECKED,    /* a: index of the check */
+    SIM_TRANSFER,   /* bytes: a pd_transfer_event, cut after its notice */
+    SIM_PEER_DEAD,  /* a: incarnation of a peer: none of its bytes land here any more */
+    SIM_WORKER_LAST = SIM_PEER_DEAD,
+    /* the world's own */
+    SIM_LANDED, /* bytes: a parcel, puts and their notice at the receiver */
+    SIM_START,  /* a worker has loaded its model */
+    SIM_ROUTER_START,
+    SIM_FAULT_EVENT, /* a: sim_fault */
 } sim_kind;
 
 typedef struct sim_event {
     uint64_t at_ns;
     uint64_t first_ns, order; /* 0: set when it is put in */
     sim_kind kind;
-    uint32_t subject;     /* worker or request */
-    uint64_t incarnation; /* of the worker it is for: nothing happens when that has died */
+    uint32_t subject;     /* worker or router */
+    uint64_t incarnation; /* of whom it is for: nothing happens when that has died */
     uint64_t a, b;
     void *bytes; /* pd_malloc'ed, the event's */
     size_t bytes_len;

@@ -2,60 +2,43 @@
 
 #include "common/base/clock.h"
 #include "common/base/mem.h"
-#include "common/wire/notice.h"
+#include "common/worker/routers.h"
 #include "decode-worker/decode.h"
+#include "deploy/simulate/net.h"
+#include "deploy/simulate/plane.h"
+#include "deploy/simulate/router.h"
 #include "prefill-worker/prefill.h"
 
-#include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-#define PARCEL_BLOCKS_MAX 64
-#define WIRE_DELAY_NS     20000ull /* from landed to noticed */
-#define TICK_NS           (50 * PD_NS_PER_MS)
-#define BEAT_TICKS        2
+#define TICK_NS       (50 * PD_NS_PER_MS)
+#define BEAT_TICKS    2
+#define LOST_AFTER_NS PD_NS_PER_S
+#define CHECK_NS      (2 * PD_NS_PER_MS)
 
-/* Puts of one layer group and the notice behind them. */
-typedef struct sim_parcel {
-    pd_peer peer;
-    uint64_t generation; /* of the link */
-    uint64_t ticket;
-    uint32_t group, count;
-    pd_block sources[PARCEL_BLOCKS_MAX], targets[PARCEL_BLOCKS_MAX];
-    uint64_t bytes, posted_ns;
-    size_t notice_len;
-    unsigned char notice[PD_TRANSFER_NOTICE_BYTES_MAX];
-} sim_parcel;
-
-typedef struct sim_address {
-    uint64_t worker, incarnation;
-} sim_address;
-
-static void schedule_transfer(sim_worker *worker, uint64_t at_ns, const pd_transfer_event *event)
-{
-    size_t len = offsetof(pd_transfer_event, notice) + event->notice_len;
-    void *bytes = sim_copy(worker->world, event, len);
-    if (bytes == NULL)
-        return;
-    sim_schedule(worker->world, at_ns,
-                 (sim_event){.kind = SIM_TRANSFER,
-                             .subject = worker->index,
-                             .incarnation = worker->incarnation,
-                             .bytes = bytes,
-                             .bytes_len = len});
-}
+/* Blocks being compared with their seals. */
+struct sim_check {
+    pd_check asked;
+    pd_block *blocks;
+    uint64_t *seals;
+};
 
 /* ---- the sink of the role's core ---- */
 
 static void on_send(void *ctx, uint64_t router, const pd_message *message)
 {
     sim_worker *worker = ctx;
-    if (router == worker->world->router_incarnation)
-        sim_send_to_router(worker, message);
+
+    for (uint32_t i = 0; i < worker->world->plan.routers; i++)
+        if (router != 0 && worker->views[i].welcomed == router)
+            sim_net_to_router(worker, i, message);
 }
 
-static double step_ms(sim_world *world, const pd_step *step)
+static double step_ms(sim_worker *worker, const pd_step *step)
 {
+    sim_world *world = worker->world;
     double ms = 0;
     uint32_t batch = 0;
     uint64_t context = 0;
@@ -71,9 +54,21 @@ static double step_ms(sim_world *world, const pd_step *step)
     }
     ms += pd_cost_decode_step_ms(&world->cost, batch, context);
     ms *= 0.8 + 0.4 * (double)sim_random(world, 1000) / 1000;
-    if (world->plan.faults.slow && !world->quiet && sim_chance(world, 0.01))
+    if (worker->slow)
         ms *= 50;
+    worker->slow = false;
     return ms;
+}
+
+/* The request of a slice; NULL: its id is not one of ours, which is broken. */
+static sim_request *request_of(sim_world *world, const pd_step_slice *slice)
+{
+    unsigned number = 0;
+
+    if (sscanf(slice->id, "sim-%u", &number) == 1 && number < world->requests_count)
+        return &world->requests[number];
+    sim_broken(world, "a step computes \"%s\", which nobody asked for", slice->id);
+    return NULL;
 }
 
 static void on_run(void *ctx, pd_step *step)
@@ -91,118 +86,103 @@ static void on_run(void *ctx, pd_step *step)
                    step->slices_count, world->plan.max_batch);
     worker->step = step;
     step->started_ns = world->now_ns;
-    uint64_t took_ns = (uint64_t)(step_ms(world, step) * PD_NS_PER_MS);
-    for (uint32_t group = 0; group < groups; group++)
-        sim_schedule(world, world->now_ns + took_ns * (group + 1) / groups,
-                     (sim_event){.kind = SIM_GROUP_DONE,
-                                 .subject = worker->index,
-                                 .incarnation = worker->incarnation,
-                                 .a = group,
-                                 .b = step->number});
-    sim_schedule(world, world->now_ns + took_ns + 1,
-                 (sim_event){.kind = SIM_STEP_DONE,
-                             .subject = worker->index,
-                             .incarnation = worker->incarnation,
-                             .b = step->number});
+    uint64_t took_ns = (uint64_t)(step_ms(worker, step) * PD_NS_PER_MS);
+    sim_event event = {
+        .subject = worker->index, .incarnation = worker->incarnation, .b = step->number};
+    event.kind = SIM_GROUP_DONE;
+    for (event.a = 0; event.a < groups; event.a++)
+        sim_schedule(world, world->now_ns + took_ns * (event.a + 1) / groups, event);
+    event.kind = SIM_STEP_DONE;
+    sim_schedule(world, world->now_ns + took_ns + 1, event);
 }
 
-static pd_status on_connect(void *ctx, const void *address, size_t bytes, uint64_t tag,
-                            pd_peer *peer_out)
+static void free_check(struct sim_check *check)
 {
-    sim_worker *worker = ctx;
-    sim_address target;
-
-    if (bytes != sizeof(target))
-        return PD_E_INVALID;
-    memcpy(&target, address, sizeof(target));
-    for (pd_peer peer = 0; peer < SIM_LINKS_MAX; peer++) {
-        sim_link *link = &worker->links[peer];
-        if (link->used)
-            continue;
-        *link = (sim_link){.used = true,
-                           .target = (uint32_t)target.worker,
-                           .target_incarnation = target.incarnation,
-                           .tag = tag,
-                           .generation = ++worker->link_generation};
-        pd_transfer_event event = {.kind = PD_TRANSFER_CONNECTED, .peer = peer, .tag = tag};
-        snprintf(event.lane, sizeof(event.lane), "simulated");
-        uint64_t delay_ns = 200000 + sim_random(worker->world, 2 * PD_NS_PER_MS);
-        schedule_transfer(worker, worker->world->now_ns + delay_ns, &event);
-        *peer_out = peer;
-        return PD_OK;
+    if (check != NULL) {
+        pd_free(check->blocks);
+        pd_free(check->seals);
+        pd_free(check);
     }
-    return PD_E_OVERLOAD;
 }
 
-static void on_close(void *ctx, pd_peer peer)
+static pd_status on_verify(void *ctx, const pd_check *asked)
 {
     sim_worker *worker = ctx;
     sim_world *world = worker->world;
+    uint32_t place = 0;
 
-    if (peer >= SIM_LINKS_MAX || !worker->links[peer].used) {
-        sim_broken(world, "%s: closes link %u, which is not open", worker->name, peer);
-        return;
-    }
-    sim_link *link = &worker->links[peer];
-    link->up = false;
-    link->told_down = true;
-    uint64_t at_ns = link->free_at_ns > world->now_ns ? link->free_at_ns : world->now_ns;
-    schedule_transfer(
-        worker, at_ns + 100000,
-        &(pd_transfer_event){.kind = PD_TRANSFER_CLOSED, .peer = peer, .tag = link->tag});
-}
-
-/* Posts a parcel behind all that was posted to that peer before. */
-static pd_status post(sim_worker *worker, sim_parcel *parcel)
-{
-    sim_world *world = worker->world;
-    sim_link *link = &worker->links[parcel->peer];
-
-    if (parcel->peer >= SIM_LINKS_MAX || !link->used || !link->up)
-        return PD_E_PEER;
-    parcel->generation = link->generation;
-    parcel->posted_ns = world->now_ns;
-    sim_parcel *copy = sim_copy(world, parcel, sizeof(*parcel));
-    if (copy == NULL)
+    while (place < SIM_CHECKS_MAX && worker->checks[place] != NULL)
+        place++;
+    if (place == SIM_CHECKS_MAX)
+        return PD_E_OVERLOAD;
+    struct sim_check *check = pd_calloc(1, sizeof(*check));
+    if (check == NULL)
         return PD_E_NOMEM;
-    double ms = pd_cost_ship_ms(&world->cost, parcel->bytes) + 0.02;
-    uint64_t wire_ns = (uint64_t)(ms * PD_NS_PER_MS) + sim_random(world, 50000);
-    if (link->free_at_ns < world->now_ns)
-        link->free_at_ns = world->now_ns;
-    link->free_at_ns += wire_ns;
-    sim_schedule(world, link->free_at_ns,
-                 (sim_event){.kind = SIM_LANDED,
+    size_t seals = (size_t)asked->groups * asked->count * asked->slices;
+    check->asked = *asked;
+    check->blocks = sim_copy(world, asked->blocks, asked->count * sizeof(pd_block));
+    check->seals = sim_copy(world, asked->seals, seals * sizeof(uint64_t));
+    if (check->blocks == NULL || check->seals == NULL) {
+        free_check(check);
+        return PD_E_NOMEM;
+    }
+    worker->checks[place] = check;
+    sim_schedule(world, world->now_ns + sim_random(world, CHECK_NS),
+                 (sim_event){.kind = SIM_CHECKED,
                              .subject = worker->index,
                              .incarnation = worker->incarnation,
-                             .bytes = copy,
-                             .bytes_len = sizeof(*copy)});
+                             .a = place});
     return PD_OK;
 }
 
-static pd_status on_notify(void *ctx, pd_peer peer, const pd_notice *notice)
+void sim_worker_on_checked(sim_worker *worker, uint64_t index)
 {
-    sim_worker *worker = ctx;
-    sim_parcel parcel = {.peer = peer};
-    if (peer >= SIM_LINKS_MAX)
-        return PD_E_PEER;
-    parcel.notice_len = pd_notice_pack(notice, parcel.notice);
-    return post(worker, &parcel);
-}
+    struct sim_check *check = worker->checks[index];
+    const pd_check *asked = &check->asked;
+    pd_checked checked = {.ticket = asked->ticket, .good = true};
+    uint32_t block_tokens = worker->world->plan.layout.block_tokens;
 
-static uint64_t on_seal(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
-                        pd_block block, uint32_t valid_tokens)
-{
-    sim_worker *worker = ctx;
-    return sim_model_seal(&worker->kv, key, group, index, block, valid_tokens);
+    for (uint32_t group = 0; group < asked->groups && checked.good; group++)
+        for (uint32_t i = 0; i < asked->count && checked.good; i++) {
+            uint32_t valid = i + 1 == asked->count ? asked->valid_tokens : block_tokens;
+            uint64_t seal = sim_model_seal(&worker->kv, &asked->key, asked->group_first + group,
+                                           asked->first + i, check->blocks[i], valid);
+            if (seal == check->seals[((size_t)group * asked->count + i) * asked->slices])
+                continue;
+            checked.good = false;
+            checked.bad_group = asked->group_first + group;
+            checked.bad_block = asked->first + i;
+        }
+    worker->checks[index] = NULL;
+    free_check(check);
+    worker->ops->on_checked(worker->core, &checked, worker->world->now_ns);
 }
 
 /* ---- start and end ---- */
+
+static void forget_process(sim_worker *worker)
+{
+    memset(worker->links, 0, sizeof(worker->links));
+    memset(worker->fences, 0, sizeof(worker->fences));
+    memset(worker->watched, 0, sizeof(worker->watched));
+    memset(worker->views, 0, sizeof(worker->views));
+    worker->fences_next = worker->watched_next = 0;
+    worker->step = NULL;
+    worker->frozen_until_ns = worker->ticked_ns = 0;
+    worker->ticks = 0;
+    worker->slow = worker->corrupt = false;
+}
 
 void sim_worker_start(sim_worker *worker)
 {
     sim_world *world = worker->world;
     const sim_plan *plan = &world->plan;
 
+    if (worker->down_until_ns > world->now_ns) {
+        sim_schedule(world, worker->down_until_ns + sim_random(world, 100 * PD_NS_PER_MS),
+                     (sim_event){.kind = SIM_START, .subject = worker->index});
+        return;
+    }
     worker->incarnation = pd_random_next(&world->random) | 1;
     pd_bus_identity(worker->name, worker->incarnation, worker->identity);
     pd_role_options options = {
@@ -217,23 +197,11 @@ void sim_worker_start(sim_worker *worker)
         .peers_max = SIM_LINKS_MAX / 2,
         .prefix_cache = plan->prefix_cache,
         .seals = plan->seals,
-        .lost_after_ns = PD_NS_PER_S,
+        .lost_after_ns = LOST_AFTER_NS,
     };
-    pd_role_sink sink = {.ctx = worker,
-                         .send = on_send,
-                         .run = on_run,
-                         .connect = on_connect,
-                         .close = on_close,
-                         .notify = on_notify,
-                         .seal = on_seal};
-    memset(worker->links, 0, sizeof(worker->links));
-    worker->step = NULL;
-    worker->frozen_until_ns = 0;
-    worker->welcome = false;
-    worker->heard_ns = world->now_ns;
-    worker->ticks = 0;
-    memset(worker->sent_ns, 0, sizeof(worker->sent_ns));
-    worker->received_ns = 0;
+    pd_role_sink sink = {.ctx = worker, .send = on_send, .run = on_run, .verify = on_verify};
+    sim_plane_fill_sink(&sink);
+    forget_process(worker);
     pd_status status = sim_kv_init(&worker->kv, &plan->layout, worker->incarnation);
     if (status == PD_OK)
         status = worker->ops->create(&options, &sink, &worker->core);
@@ -251,57 +219,38 @@ void sim_worker_fini(sim_worker *worker)
     if (worker->core != NULL)
         worker->ops->destroy(worker->core);
     worker->core = NULL;
-    worker->step = NULL;
+    sim_plane_fini(worker);
+    for (uint32_t i = 0; i < SIM_CHECKS_MAX; i++) {
+        free_check(worker->checks[i]);
+        worker->checks[i] = NULL;
+    }
     sim_kv_fini(&worker->kv);
-}
-
-static void tell_down(sim_worker *sender, pd_peer peer)
-{
-    sim_link *link = &sender->links[peer];
-    link->up = false;
-    if (link->told_down)
-        return;
-    link->told_down = true;
-    uint64_t delay_ns = PD_NS_PER_MS + sim_random(sender->world, 50 * PD_NS_PER_MS);
-    schedule_transfer(
-        sender, sender->world->now_ns + delay_ns,
-        &(pd_transfer_event){
-            .kind = PD_TRANSFER_PEER_DOWN, .status = PD_E_PEER, .peer = peer, .tag = link->tag});
 }
 
 void sim_worker_crash(sim_worker *worker)
 {
     sim_world *world = worker->world;
-
-    sim_worker_fini(worker);
-    for (uint32_t i = 0; i < world->workers_count; i++)
-        for (pd_peer peer = 0; peer < SIM_LINKS_MAX; peer++) {
-            sim_worker *sender = &world->workers[i];
-            sim_link *link = &sender->links[peer];
-            if (sender->core != NULL && link->used && link->up &&
-                link->target_incarnation == worker->incarnation)
-                tell_down(sender, peer);
-        }
     uint64_t delay_ns = 200 * PD_NS_PER_MS + sim_random(world, 1300 * PD_NS_PER_MS);
+
+    sim_router_lose_worker(world, worker, true);
+    sim_plane_crash(worker); /* takes what is on the wire out of its memory */
+    sim_worker_fini(worker);
     sim_schedule(world, world->now_ns + delay_ns,
                  (sim_event){.kind = SIM_START, .subject = worker->index});
 }
 
-void sim_worker_cut_off(sim_world *world, uint64_t incarnation, uint32_t target)
+void sim_worker_freeze(sim_worker *worker, uint64_t for_ns)
 {
-    for (uint32_t i = 0; i < world->workers_count; i++) {
-        sim_worker *sender = &world->workers[i];
-        if (sender->core == NULL || sender->incarnation != incarnation)
-            continue;
-        for (pd_peer peer = 0; peer < SIM_LINKS_MAX; peer++)
-            if (sender->links[peer].used && sender->links[peer].target == target)
-                tell_down(sender, peer);
-    }
+    uint64_t until_ns = worker->world->now_ns + for_ns;
+
+    /* never earlier: what waits for the end of the first must not be overtaken */
+    if (until_ns > worker->frozen_until_ns)
+        worker->frozen_until_ns = until_ns;
 }
 
 /* ---- what reaches a worker ---- */
 
-static void say_hello(sim_worker *worker)
+static void say_hello(sim_worker *worker, uint32_t router)
 {
     sim_world *world = worker->world;
     const sim_plan *plan = &world->plan;
@@ -324,33 +273,48 @@ static void say_hello(sim_worker *worker)
         .transfer_address = &address,
         .transfer_address_len = sizeof(address),
         .pid = worker->index + 1,
+        .host = worker->host + 1,
+        .session = worker->views[router].session,
     };
     snprintf(hello->name, sizeof(hello->name), "%s", worker->name);
     snprintf(hello->model, sizeof(hello->model), "simulated");
     snprintf(hello->backend, sizeof(hello->backend), "simulated");
     snprintf(hello->transfer, sizeof(hello->transfer), "simulated");
     pd_kv_layout_describe(&plan->layout, hello->layout, sizeof(hello->layout));
-    sim_send_to_router(worker, &message);
+    sim_net_to_router(worker, router, &message);
+}
+
+static void say_heartbeat(sim_worker *worker, uint32_t router)
+{
+    pd_message message = {.kind = PD_MSG_HEARTBEAT};
+
+    worker->ops->heartbeat(worker->core, &message.heartbeat);
+    message.heartbeat.incarnation = worker->incarnation;
+    message.heartbeat.role_epoch = 1;
+    message.heartbeat.warm = true;
+    sim_net_to_router(worker, router, &message);
 }
 
 void sim_worker_on_beat(sim_worker *worker)
 {
     sim_world *world = worker->world;
+    uint64_t pause_ns = pd_own_pause_ns(&worker->ticked_ns, world->now_ns);
+    bool beat = worker->ticks++ % BEAT_TICKS == 0;
 
     worker->ops->on_tick(worker->core, world->now_ns);
-    if (world->now_ns - worker->heard_ns > PD_NS_PER_S)
-        worker->welcome = false;
-    if (worker->ticks++ % BEAT_TICKS == 0) {
-        if (!worker->welcome) {
-            say_hello(worker);
-        } else {
-            pd_message message = {.kind = PD_MSG_HEARTBEAT};
-            worker->ops->heartbeat(worker->core, &message.heartbeat);
-            message.heartbeat.incarnation = worker->incarnation;
-            message.heartbeat.role_epoch = 1;
-            message.heartbeat.warm = true;
-            sim_send_to_router(worker, &message);
+    for (uint32_t i = 0; i < world->plan.routers; i++) {
+        sim_view *view = &worker->views[i];
+        view->heard_ns += pause_ns;
+        if (view->heard_ns > world->now_ns)
+            view->heard_ns = world->now_ns;
+        if (view->welcomed != 0 && world->now_ns > view->heard_ns + LOST_AFTER_NS) {
+            view->welcomed = 0; /* the core has done the same sum, and dropped what it had here */
+            view->session++;
         }
+        if (beat && view->welcomed == 0)
+            say_hello(worker, i);
+        else if (beat)
+            say_heartbeat(worker, i);
     }
     sim_schedule(world, world->now_ns + TICK_NS,
                  (sim_event){.kind = SIM_BEAT,
@@ -358,165 +322,99 @@ void sim_worker_on_beat(sim_worker *worker)
                              .incarnation = worker->incarnation});
 }
 
-void sim_worker_on_message(sim_worker *worker, const pd_message *message)
+void sim_worker_on_peer_dead(sim_worker *worker, uint64_t incarnation, bool fenced)
 {
     sim_world *world = worker->world;
 
-    worker->heard_ns = world->now_ns;
-    if (message->kind == PD_MSG_WELCOME)
-        worker->welcome = true;
+    if (!fenced) {
+        sim_plane_fence(worker, incarnation);
+        sim_schedule(world, world->now_ns + PD_NS_PER_MS,
+                     (sim_event){.kind = SIM_PEER_DEAD,
+                                 .subject = worker->index,
+                                 .incarnation = worker->incarnation,
+                                 .a = incarnation,
+                                 .b = true});
+    } else if (worker->ops->peer_dead != NULL) {
+        worker->ops->peer_dead(worker->core, incarnation, world->now_ns);
+    }
+}
+
+/* Each message that names who may write here says who it is. */
+static void watch_writers(sim_worker *worker, const pd_message *message)
+{
+    const pd_msg_peer *peer = NULL;
+
+    if (message->kind == PD_MSG_PEER_UP)
+        sim_plane_watch(worker, message->peer_up.incarnation, message->peer_up.host);
+    else if (message->kind == PD_MSG_LEASE_REQUEST)
+        peer = &message->lease_request.sender;
+    else if (message->kind == PD_MSG_PREFILL_REQUEST)
+        peer = &message->prefill_request.pull;
+    if (peer != NULL && peer->incarnation != 0)
+        sim_plane_watch(worker, peer->incarnation, peer->host);
+}
+
+void sim_worker_on_message(sim_worker *worker, uint32_t router, uint64_t from,
+                           const pd_message *message)
+{
+    sim_world *world = worker->world;
+    sim_view *view = &worker->views[router];
+    pd_message gone;
+
     if (message->kind == PD_MSG_REFUSED) {
         sim_worker_crash(worker); /* the process ends, and is started again */
         return;
     }
-    if (message->kind == PD_MSG_PEER_GONE)
-        sim_worker_cut_off(world, message->peer_gone.incarnation, worker->index);
-    worker->ops->on_message(worker->core, world->router_incarnation, message, world->now_ns);
-}
-
-static void ship_group(sim_worker *worker, uint32_t group, pd_step_slice *slice)
-{
-    const sim_plan *plan = &worker->world->plan;
-    const pd_ship *ship = &slice->ship;
-    uint64_t seals[PARCEL_BLOCKS_MAX];
-
-    for (uint32_t from = 0; from < ship->count; from += PARCEL_BLOCKS_MAX) {
-        uint32_t count = ship->count - from;
-        if (count > PARCEL_BLOCKS_MAX)
-            count = PARCEL_BLOCKS_MAX;
-        bool last = from + count == ship->count;
-        pd_notice notice = {.kind = PD_NOTICE_BLOCKS,
-                            .key = ship->key,
-                            .sender = worker->incarnation,
-                            .receiver = ship->receiver,
-                            .group = group,
-                            .groups = 1,
-                            .slices = 1,
-                            .first_block = ship->first + from,
-                            .count = count,
-                            .valid_tokens = last ? ship->valid_tokens : plan->layout.block_tokens,
-                            .seals = plan->seals ? seals : NULL};
-        sim_parcel parcel = {
-            .peer = ship->peer, .ticket = ship->ticket, .group = group, .count = count};
-        for (uint32_t i = 0; i < count; i++) {
-            parcel.sources[i] = ship->sources[from + i];
-            parcel.targets[i] = ship->targets[from + i];
-            seals[i] = sim_model_seal(
-                &worker->kv, &ship->key, group, notice.first_block + i, parcel.sources[i],
-                i + 1 == count ? notice.valid_tokens : plan->layout.block_tokens);
-        }
-        parcel.bytes = count * pd_kv_layout_block_bytes(&plan->layout, group);
-        parcel.notice_len = pd_notice_pack(&notice, parcel.notice);
-        if (slice->ship_status == PD_OK)
-            slice->ship_status = post(worker, &parcel);
-        if (slice->ship_status != PD_OK)
-            return;
-        slice->notices_posted++;
+    if (message->kind == PD_MSG_WELCOME)
+        view->welcomed = from;
+    if (message->kind == PD_MSG_ROUTER_HEARTBEAT && view->welcomed != from) {
+        view->welcomed = 0; /* another process answers at this address: hello at the next beat */
+        return;
     }
-}
-
-void sim_worker_on_group_done(sim_worker *worker, uint32_t group, uint64_t step)
-{
-    pd_assert(worker->step != NULL && worker->step->number == step);
-    for (uint32_t i = 0; i < worker->step->slices_count; i++) {
-        pd_step_slice *slice = &worker->step->slices[i];
-        sim_model_write(&worker->kv, group, slice);
-        if (slice->ship.count > 0)
-            ship_group(worker, group, slice);
+    if (view->welcomed != from)
+        return;
+    view->heard_ns = world->now_ns;
+    watch_writers(worker, message);
+    if (message->kind == PD_MSG_PEER_GONE) {
+        gone = *message;
+        gone.peer_gone.may_write = true; /* until it is known to be dead, or fenced off */
+        message = &gone;
+        sim_plane_given_up(worker, gone.peer_gone.incarnation);
     }
+    worker->ops->on_message(worker->core, from, message, world->now_ns);
 }
 
-void sim_worker_on_step_done(sim_worker *worker, uint64_t number)
+void sim_worker_on_group_done(sim_worker *worker, uint32_t group, uint64_t number)
 {
     pd_step *step = worker->step;
 
     pd_assert(step != NULL && step->number == number);
     for (uint32_t i = 0; i < step->slices_count; i++)
-        if (step->slices[i].want_token)
-            step->slices[i].token_out = sim_model_token(&worker->kv, &step->slices[i]);
-    step->status = PD_OK;
-    step->finished_ns = worker->world->now_ns;
-    worker->step = NULL;
-    worker->ops->on_step_done(worker->core, step, worker->world->now_ns);
+        sim_model_write(&worker->kv, group, &step->slices[i]);
+    if (worker->ops->on_group != NULL)
+        worker->ops->on_group(worker->core, step, group, worker->world->now_ns);
 }
 
-static void land(sim_world *world, const sim_worker *sender, sim_worker *target,
-                 const sim_parcel *parcel)
-{
-    size_t bytes = world->plan.layout.block_tokens * sizeof(uint64_t);
-    for (uint32_t i = 0; i < parcel->count; i++) {
-        if (parcel->targets[i] >= target->kv.blocks) {
-            sim_broken(world, "%s: puts into block %u of %s, which has %u", sender->name,
-                       parcel->targets[i], target->name, target->kv.blocks);
-            return;
-        }
-        memcpy(sim_kv_block(&target->kv, parcel->group, parcel->targets[i]),
-               sim_kv_block(&sender->kv, parcel->group, parcel->sources[i]), bytes);
-    }
-    if (parcel->count > 0 && world->plan.faults.corrupt && world->plan.seals && !world->quiet &&
-        sim_chance(world, 0.01)) {
-        sim_kv_block(&target->kv, parcel->group, parcel->targets[0])[0] ^= 1;
-        world->corrupted++;
-    }
-}
-
-void sim_worker_on_landed(sim_world *world, sim_worker *sender, const sim_event *event)
-{
-    const sim_parcel *parcel = event->bytes;
-    pd_transfer_event notice = {.kind = PD_TRANSFER_NOTICE, .notice_len = parcel->notice_len};
-
-    if (sender == NULL)
-        return; /* it died: what it had under way is lost */
-    sim_link *link = &sender->links[parcel->peer];
-    pd_transfer_event sent = {.kind = PD_TRANSFER_SENT,
-                              .status = PD_E_CANCELLED,
-                              .peer = parcel->peer,
-                              .tag = link->tag,
-                              .ticket = parcel->ticket,
-                              .bytes = parcel->bytes,
-                              .wire_ns = world->now_ns - parcel->posted_ns};
-    if (!link->used || link->generation != parcel->generation) {
-        sim_broken(world, "%s: a link was reused before what was posted on it had ended",
-                   sender->name);
-        return;
-    }
-    if (link->up) {
-        sim_worker *target = &world->workers[link->target];
-        if (target->core == NULL || target->incarnation != link->target_incarnation) {
-            sent.status = PD_E_PEER;
-            tell_down(sender, parcel->peer);
-        } else {
-            land(world, sender, target, parcel);
-            memcpy(notice.notice, parcel->notice, parcel->notice_len);
-            schedule_transfer(target, world->now_ns + WIRE_DELAY_NS, &notice);
-            sent.status = PD_OK;
-        }
-    }
-    schedule_transfer(sender, world->now_ns + WIRE_DELAY_NS, &sent);
-}
-
-void sim_worker_on_transfer(sim_worker *worker, const pd_transfer_event *cut)
+void sim_worker_on_step_done(sim_worker *worker, uint64_t number)
 {
     sim_world *world = worker->world;
-    pd_transfer_event event = {0};
+    pd_step *step = worker->step;
 
-    memcpy(&event, cut, offsetof(pd_transfer_event, notice) + cut->notice_len);
-    sim_link *link = event.kind == PD_TRANSFER_NOTICE ? NULL : &worker->links[event.peer];
-    if (event.kind == PD_TRANSFER_CONNECTED) {
-        const sim_worker *target = &world->workers[link->target];
-        if (link->told_down)
-            return; /* closed meanwhile */
-        if (target->core == NULL || target->incarnation != link->target_incarnation) {
-            event.kind = PD_TRANSFER_PEER_DOWN;
-            event.status = PD_E_PEER;
-            link->told_down = true;
-        } else {
-            link->up = true;
+    pd_assert(step != NULL && step->number == number);
+    for (uint32_t i = 0; i < step->slices_count; i++) {
+        sim_request *request = request_of(world, &step->slices[i]);
+        if (request != NULL && request->poison && !world->quiet) {
+            request->killed++;
+            sim_worker_crash(worker);
+            return;
         }
+        if (step->slices[i].want_token)
+            step->slices[i].token_out = sim_model_token(&worker->kv, &step->slices[i]);
     }
-    if (event.kind == PD_TRANSFER_CLOSED)
-        link->used = false;
-    worker->ops->on_transfer(worker->core, &event, world->now_ns);
+    step->status = PD_OK;
+    step->finished_ns = world->now_ns;
+    worker->step = NULL;
+    worker->ops->on_step_done(worker->core, step, world->now_ns);
 }
 
 /* ---- what must hold ---- */
@@ -535,16 +433,18 @@ void sim_worker_check(sim_worker *worker)
 
 void sim_worker_held(const sim_worker *worker, char *text, size_t size)
 {
-    text[0] = '\0';
     if (worker->core == NULL) {
         snprintf(text, size, "%s is dead", worker->name);
         return;
     }
     pd_ledger held = worker->ops->ledger(worker->core);
+    bool welcome = true;
+    for (uint32_t i = 0; i < worker->world->plan.routers; i++)
+        welcome = welcome && worker->views[i].welcomed != 0;
     if (!worker->ops->idle(worker->core) || held.free + held.cached != held.total)
         snprintf(text, size, "%s holds leased %u running %u quarantined %u%s", worker->name,
                  held.leased, held.running, held.quarantined,
                  worker->ops->idle(worker->core) ? "" : ", and requests");
-    else if (!worker->welcome || worker->frozen_until_ns > worker->world->now_ns)
+    else if (!welcome || worker->frozen_until_ns > worker->world->now_ns)
         snprintf(text, size, "%s is frozen or not registered", worker->name);
 }

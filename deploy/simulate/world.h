@@ -2,44 +2,65 @@
 
 /* deploy/simulate/world.h - a whole cluster in one process, driven by a virtual clock.
  *
- * The deciding parts are the ones that ship: the router's core and the roles' cores. Around them
- * everything is made up and drawn from one seed: clients, the network (delays; order kept a link;
- * loss only with a worker's death), compute (time from common/cost, tokens from model.h), transfers
- * (bytes over bandwidth, notices after puts), and faults. Same seed, same journal. One thread. */
+ * The deciding parts are the ones that ship: the routers' core and the roles' cores. Around them
+ * everything is made up and drawn from one seed: clients (clients.h), the control plane (net.h),
+ * processes and compute (worker.h: time from common/cost, tokens from model.h), the data plane
+ * (plane.h) and what goes wrong (faults.h). Same seed, same journal. One thread. */
 
 #include "common/cost/cost.h"
 #include "common/wire/bus.h"
 #include "common/wire/messages.h"
 #include "common/worker/role.h"
+#include "deploy/simulate/coverage.h"
 #include "deploy/simulate/events.h"
 #include "deploy/simulate/model.h"
 #include "router/core.h"
 
-#define SIM_WORKERS_MAX  8
-#define SIM_LINKS_MAX    32
-#define SIM_REQUESTS_MAX 256
-#define SIM_PROMPT_MAX   512
-#define SIM_ANSWER_MAX   64
-
-/* Which faults the seed may draw. */
-typedef struct sim_faults {
-    bool crash, hang_up, slow, freeze, corrupt;
-} sim_faults;
+#define SIM_WORKERS_MAX   8
+#define SIM_ROUTERS_MAX   3
+#define SIM_LINKS_MAX     32
+#define SIM_SHIPMENTS_MAX 64 /* waiting or under way, a worker */
+#define SIM_CHECKS_MAX    16 /* under way, a worker */
+#define SIM_FENCES_MAX    64
+#define SIM_REQUESTS_MAX  256
+#define SIM_PROMPT_MAX    512
+#define SIM_ANSWER_MAX    64
 
 /* What a run is made of; all of it follows from the seed. */
 typedef struct sim_plan {
     uint64_t seed;
-    uint32_t prefill, decode, requests;
+    uint32_t routers, prefill, decode;
+    uint32_t requests; /* asked by clients; one more a router is asked when all is at rest */
     pd_kv_layout layout;
     uint32_t chunk_tokens, max_batch, queue_max, context_max;
     bool prefix_cache, seals;
-    double gap_ms; /* mean time between arrivals */
-    double late;   /* share of messages that are much later than others */
+    double gap_ms;                   /* mean time between arrivals */
+    double late;                     /* share of messages that are much later than others */
+    double lose, duplicate, reorder; /* shares of messages on the control plane */
     pd_router_policy policy;
-    sim_faults faults;
+    uint32_t allowed; /* bits of sim_fault */
+    uint32_t faults;  /* single faults drawn */
+    bool two_hosts;   /* a peer's death is not seen from the other host */
 } sim_plan;
 
 typedef struct sim_world sim_world;
+
+/* Blocks being put into another pool, all of one pd_shipment, in pieces; or a word without blocks,
+ * which goes after all that was asked for before it for the same request. */
+typedef struct sim_shipment {
+    bool used;
+    uint64_t serial;
+    pd_shipment asked; /* its arrays are memory; count 0: a word */
+    pd_notice word;
+    void *memory;
+    uint64_t generation;  /* of the link */
+    uint64_t served;      /* the link's turn when a piece left last */
+    uint32_t group, done; /* the next piece: group, counted from group_first; blocks of it gone */
+    uint32_t pieces;      /* posted, not landed yet */
+    bool dropped;         /* nothing more is posted */
+    pd_status status;
+    uint64_t bytes, posted_ns;
+} sim_shipment;
 
 /* A link of the data plane, at its sending end. */
 typedef struct sim_link {
@@ -48,11 +69,21 @@ typedef struct sim_link {
     uint64_t target_incarnation;
     uint64_t tag, generation;
     uint64_t free_at_ns; /* when what was posted so far has landed */
+    bool busy;           /* a piece of a shipment is on the wire */
+    uint64_t turns;
 } sim_link;
+
+/* A router as a worker's process knows it. */
+typedef struct sim_view {
+    uint64_t welcomed; /* incarnation; 0: not registered there */
+    uint64_t heard_ns;
+    uint32_t session;                           /* how often what it had here was dropped */
+    uint64_t sent_ns[PD_CHANNELS], received_ns; /* arrival of the last message each way */
+} sim_view;
 
 typedef struct sim_worker {
     sim_world *world;
-    uint32_t index;
+    uint32_t index, host;
     char name[PD_NAME_BYTES];
     char identity[PD_IDENTITY_BYTES];
     const pd_role_ops *ops;
@@ -60,25 +91,50 @@ typedef struct sim_worker {
     pd_role_core *core; /* NULL: dead */
     sim_kv kv;
     pd_step *step; /* under way; NULL: idle */
-    uint64_t frozen_until_ns;
-    bool welcome;
-    uint64_t heard_ns; /* the router, last */
+    uint64_t frozen_until_ns, down_until_ns;
+    sim_view views[SIM_ROUTERS_MAX];
     sim_link links[SIM_LINKS_MAX];
-    uint64_t link_generation;
-    uint64_t sent_ns[PD_CHANNELS], received_ns; /* arrival of the last message each way */
+    uint64_t link_generation, shipment_serial;
+    sim_shipment shipments[SIM_SHIPMENTS_MAX];
+    struct sim_check *checks[SIM_CHECKS_MAX]; /* under way */
+    uint64_t fences[SIM_FENCES_MAX];          /* incarnations whose bytes land here no more */
+    uint32_t fences_next;
+    uint64_t watched[SIM_FENCES_MAX]; /* peers on this host, told of their death */
+    uint32_t watched_next;
+    uint64_t ticked_ns; /* for pd_own_pause_ns */
     uint32_t ticks;
+    bool slow;    /* the next step is */
+    bool corrupt; /* the next blocks that leave arrive wrong */
 } sim_worker;
 
+typedef struct sim_router {
+    sim_world *world;
+    uint32_t index, host;
+    uint64_t incarnation;
+    router_core *core; /* NULL: dead */
+    uint64_t tick_ns;  /* due of the earliest tick under way */
+    uint64_t frozen_until_ns;
+    uint64_t starts;
+    uint64_t cut_until_ns[SIM_WORKERS_MAX]; /* the network between it and a worker is broken */
+    bool cut_drops[SIM_WORKERS_MAX];        /* what is said meanwhile is lost, not late */
+} sim_router;
+
 typedef struct sim_request {
+    uint32_t router;
+    uint64_t router_incarnation;
     router_handle handle;
     uint32_t prompt[SIM_PROMPT_MAX], prompt_count;
     uint32_t max_tokens;
-    bool ignore_end;
+    int32_t priority;
+    bool ignore_end, poison;
     pd_sampling sampling;
     uint32_t answer[SIM_ANSWER_MAX], answer_count; /* the right one */
     uint32_t got;
     uint32_t ends; /* how often it ended: 1 in the end */
-    bool finished, cancelled, failed;
+    bool finished, cancelled, failed, cut;
+    uint32_t attempts, attempts_in_row; /* prefill requests sent for it */
+    uint64_t attempt_seen;              /* the highest epoch + 1 of them */
+    uint32_t killed;                    /* workers that it brought down */
     int http_status;
 } sim_request;
 
@@ -87,16 +143,18 @@ struct sim_world {
     uint64_t now_ns;
     uint64_t random; /* state of the run's own numbers */
     sim_events events;
-    router_core *router;
-    uint64_t router_incarnation;
-    uint64_t router_tick_ns; /* due of the earliest tick under way */
+    sim_router routers[SIM_ROUTERS_MAX];
     sim_worker workers[SIM_WORKERS_MAX];
     uint32_t workers_count;
-    sim_request *requests; /* [plan.requests] */
+    sim_request *requests; /* [requests_count] */
+    uint32_t requests_count;
     pd_cost cost;
     uint64_t journal; /* hash of all that happened */
-    uint64_t events_done, crashes, freezes, corrupted;
-    bool quiet;       /* no more faults: the run is to come to its end */
+    uint64_t events_done;
+    uint64_t asked_by_ns; /* the last arrival */
+    uint32_t faults_left; /* scheduled, not happened yet */
+    bool quiet;           /* no more faults: the run is to come to its end */
+    sim_coverage coverage;
     pd_status status; /* of the world itself: out of memory */
     char fault[512];  /* the first broken promise; "" while all is well */
 };
@@ -104,9 +162,9 @@ struct sim_world {
 typedef struct sim_result {
     bool good;
     uint64_t journal, events;
-    uint32_t finished, cancelled, failed;
-    uint64_t crashes, freezes, corrupted;
+    uint32_t finished, cancelled, failed, cut;
     double virtual_s;
+    sim_coverage coverage;
     char fault[512]; /* why it is not good */
 } sim_result;
 
@@ -122,9 +180,6 @@ bool sim_chance(sim_world *world, double probability);
 void sim_schedule(sim_world *world, uint64_t at_ns, sim_event event);
 /* The first one is kept. */
 void sim_broken(sim_world *world, const char *format, ...) __attribute__((format(printf, 2, 3)));
-sim_worker *sim_world_worker(sim_world *world, const char *identity); /* NULL: none lives */
+void sim_journal(sim_world *world, const void *bytes, size_t len);
 /* A copy of size bytes for an event; NULL when memory is out, which ends the run. */
 void *sim_copy(sim_world *world, const void *bytes, size_t size);
-/* Packs message and schedules its arrival, after all that was sent on the same link before. */
-void sim_send_to_router(sim_worker *worker, const pd_message *message);
-bool sim_send_to_worker(sim_worker *worker, const pd_message *message);

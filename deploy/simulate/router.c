@@ -1,0 +1,157 @@
+#include "deploy/simulate/router.h"
+
+#include "common/base/clock.h"
+#include "deploy/simulate/clients.h"
+
+#include <stdio.h>
+
+bool sim_router_calm(const sim_plan *plan)
+{
+    return (plan->allowed & ~(1u << SIM_FAULT_HANG_UP | 1u << SIM_FAULT_SHORT)) == 0;
+}
+
+void sim_router_start(sim_router *router)
+{
+    sim_world *world = router->world;
+    const sim_plan *plan = &world->plan;
+    bool calm = sim_router_calm(plan);
+    uint64_t patience = calm ? 1000 : 1;
+    router_core_config config = {
+        .model = "simulated",
+        .model_fingerprint = {1, 2},
+        .layout_fingerprint = 0,
+        .block_tokens = plan->layout.block_tokens,
+        .block_bytes = plan->layout.block_bytes_all,
+        .context_max = plan->context_max,
+        .policy = plan->policy,
+        .cost = world->cost,
+        .requests_max = plan->requests + 4,
+        .queue_max = calm ? plan->requests + 4 : 16,
+        .queue_ns = patience * 5 * PD_NS_PER_S,
+        .lease_ns = patience * PD_NS_PER_S,
+        .prefill_ns = patience * 10 * PD_NS_PER_S,
+        .transfer_ns = patience * 5 * PD_NS_PER_S,
+        .decode_idle_ns = patience * 5 * PD_NS_PER_S,
+        .total_ns = patience * SIM_TOTAL_NS,
+        .heartbeat_ns = 100 * PD_NS_PER_MS,
+        .lost_after_ns = PD_NS_PER_S,
+    };
+    router_sink sink = sim_clients_sink(router);
+
+    router->incarnation = pd_random_next(&world->random) | 1;
+    router->tick_ns = UINT64_MAX;
+    router->frozen_until_ns = 0;
+    router->starts++;
+    for (uint32_t i = 0; i < world->workers_count; i++)
+        world->workers[i].views[router->index].received_ns = 0;
+    pd_status status =
+        router_core_create(&config, router->incarnation, pd_random_next(&world->random), &sink,
+                           world->now_ns, &router->core);
+    if (status != PD_OK) {
+        world->status = status;
+        router->core = NULL;
+        return;
+    }
+    sim_router_arm(router);
+}
+
+void sim_router_fini(sim_router *router)
+{
+    if (router->core != NULL)
+        sim_coverage_add_router(&router->world->coverage, router->core);
+    router_core_destroy(router->core);
+    router->core = NULL;
+}
+
+void sim_router_crash(sim_router *router)
+{
+    sim_world *world = router->world;
+    uint64_t away_ns = 200 * PD_NS_PER_MS + sim_random(world, 1800 * PD_NS_PER_MS);
+
+    sim_clients_cut(router);
+    sim_router_fini(router);
+    sim_schedule(world, world->now_ns + away_ns,
+                 (sim_event){.kind = SIM_ROUTER_START, .subject = router->index});
+}
+
+void sim_router_freeze(sim_router *router, uint64_t for_ns)
+{
+    uint64_t until_ns = router->world->now_ns + for_ns;
+
+    /* never earlier: what waits for the end of the first must not be overtaken */
+    if (until_ns > router->frozen_until_ns)
+        router->frozen_until_ns = until_ns;
+}
+
+void sim_router_lose_worker(sim_world *world, const sim_worker *worker, bool certain)
+{
+    for (uint32_t i = 0; i < world->plan.routers; i++) {
+        bool seen = certain && world->routers[i].host == worker->host;
+        if (!seen && sim_chance(world, 0.3))
+            continue; /* a broken connection is not always noticed */
+        sim_schedule(world, world->now_ns + PD_NS_PER_MS + sim_random(world, 20 * PD_NS_PER_MS),
+                     (sim_event){.kind = SIM_WORKER_GONE,
+                                 .subject = i,
+                                 .a = worker->index | (uint64_t)seen << 8,
+                                 .b = worker->incarnation});
+    }
+}
+
+void sim_router_on_worker_gone(sim_router *router, const sim_event *event)
+{
+    sim_world *world = router->world;
+    char identity[PD_IDENTITY_BYTES];
+
+    if (event->a >> 8 != 0) { /* a process that the router knew is watched */
+        if (router_core_has_worker(router->core, event->b))
+            router_core_on_worker_dead(router->core, event->b, world->now_ns);
+        return;
+    }
+    pd_bus_identity(world->workers[event->a & 255].name, event->b, identity);
+    router_core_on_worker_cut(router->core, identity, world->now_ns);
+}
+
+void sim_router_arm(sim_router *router)
+{
+    sim_world *world = router->world;
+
+    if (router->core == NULL)
+        return;
+    uint64_t due_ns = router_core_next_due(router->core);
+    if (due_ns < world->now_ns)
+        due_ns = world->now_ns;
+    if (due_ns >= router->tick_ns)
+        return;
+    router->tick_ns = due_ns;
+    sim_schedule(world, due_ns,
+                 (sim_event){.kind = SIM_ROUTER_TICK,
+                             .subject = router->index,
+                             .incarnation = router->incarnation});
+}
+
+void sim_router_on_tick(sim_router *router)
+{
+    router->tick_ns = UINT64_MAX;
+    router_core_on_tick(router->core, router->world->now_ns);
+}
+
+void sim_router_held(const sim_router *router, char *text, size_t size)
+{
+    const sim_plan *plan = &router->world->plan;
+
+    if (router->core == NULL) {
+        snprintf(text, size, "router %u is dead", router->index);
+        return;
+    }
+    router_core_counters counters = router_core_counters_of(router->core);
+    router_ready ready = router_core_ready(router->core);
+    if (router->frozen_until_ns > router->world->now_ns)
+        snprintf(text, size, "router %u is frozen", router->index);
+    else if (counters.queued != 0 || counters.active != 0)
+        snprintf(text, size, "router %u holds queued %u active %u", router->index, counters.queued,
+                 counters.active);
+    else if (ready.prefill != plan->prefill || ready.decode != plan->decode ||
+             ready.links != plan->prefill * plan->decode)
+        snprintf(text, size, "router %u sees prefill %u decode %u links %u ready", router->index,
+                 ready.prefill, ready.decode, ready.links);
+}

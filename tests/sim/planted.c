@@ -1,0 +1,178 @@
+/* simulate-planted --plant NAME [options of simulate] - the simulator with one fault put into the
+ * deciding parts, to show that it would be found.
+ *
+ * The product's objects are linked as they are; the linker (--wrap) leads calls between them to the
+ * variants here, and each but the chosen one goes on to the real function. */
+
+#include "common/base/hash.h"
+#include "common/kv/lease.h"
+#include "common/worker/land.h"
+#include "deploy/simulate/command.h"
+#include "deploy/simulate/net.h"
+#include "router/cluster.h"
+#include "router/request_table.h"
+#include "router/retry.h"
+
+#include <stdio.h>
+#include <string.h>
+
+typedef enum plant {
+    PLANT_NONE,
+    PLANT_LEASE_NOT_RENEWED,
+    PLANT_CANCEL_LOST,
+    PLANT_LEASED_EVICTED,
+    PLANT_STALE_INCARNATION,
+    PLANT_NO_BUDGET,
+    PLANT_NO_QUARANTINE,
+    PLANT_SEAL_UNCHECKED,
+    PLANT_EARLY_RELEASE,
+    PLANT_EPOCH_IGNORED,
+    PLANT_BLOCKS_KEPT,
+    PLANT_NO_DEADLINE,
+    PLANTS,
+} plant;
+
+static const char *const names[PLANTS] = {
+    [PLANT_NONE] = "none",
+    [PLANT_LEASE_NOT_RENEWED] = "lease-not-renewed",
+    [PLANT_CANCEL_LOST] = "cancel-lost",
+    [PLANT_LEASED_EVICTED] = "leased-evicted",
+    [PLANT_STALE_INCARNATION] = "stale-incarnation",
+    [PLANT_NO_BUDGET] = "no-budget",
+    [PLANT_NO_QUARANTINE] = "no-quarantine",
+    [PLANT_SEAL_UNCHECKED] = "seal-unchecked",
+    [PLANT_EARLY_RELEASE] = "early-release",
+    [PLANT_EPOCH_IGNORED] = "epoch-ignored",
+    [PLANT_BLOCKS_KEPT] = "blocks-kept",
+    [PLANT_NO_DEADLINE] = "no-deadline",
+};
+
+static plant planted;
+
+/* The prototypes of what the linker makes of FUNCTION. */
+#define WRAPPED(type, function, ...)                                                               \
+    type __real_##function(__VA_ARGS__);                                                           \
+    type __wrap_##function(__VA_ARGS__);                                                           \
+    type __wrap_##function(__VA_ARGS__)
+
+WRAPPED(void, pd_lease_renew, pd_lease *lease, uint64_t expiry_ns)
+{
+    if (planted != PLANT_LEASE_NOT_RENEWED || lease->state == PD_LEASE_GRANTED)
+        __real_pd_lease_renew(lease, expiry_ns);
+}
+
+WRAPPED(void, router_cluster_cancel, router_cluster *cluster, uint32_t slot,
+        const pd_msg_cancel *cancel)
+{
+    if (planted != PLANT_CANCEL_LOST)
+        __real_router_cluster_cancel(cluster, slot, cancel);
+}
+
+/* Hands out a block that somebody has leased. */
+static void evict_leased(pd_kv_pool *pool, pd_claim claim, pd_block *block)
+{
+    for (pd_block other = 0; other < pd_kv_pool_blocks(pool); other++) {
+        if (other == *block || pd_kv_pool_state(pool, other) != PD_BLOCK_LEASED)
+            continue;
+        pd_kv_pool_unclaim(pool, *block, claim);
+        pd_kv_pool_claim(pool, other, claim);
+        *block = other;
+        return;
+    }
+}
+
+WRAPPED(pd_status, pd_kv_pool_take, pd_kv_pool *pool, uint32_t count, pd_claim claim, pd_block near,
+        pd_block *blocks_out)
+{
+    pd_status status = __real_pd_kv_pool_take(pool, count, claim, near, blocks_out);
+
+    if (planted == PLANT_LEASED_EVICTED && status == PD_OK && count > 0)
+        evict_leased(pool, claim, &blocks_out[0]);
+    return status;
+}
+
+WRAPPED(bool, router_cluster_gave_up, const router_cluster *cluster, uint64_t incarnation)
+{
+    return planted != PLANT_STALE_INCARNATION &&
+           __real_router_cluster_gave_up(cluster, incarnation);
+}
+
+WRAPPED(void, router_request_retry, router_requests *t, router_request *r,
+        const router_failure *failure, uint64_t now_ns)
+{
+    if (planted == PLANT_NO_BUDGET)
+        r->failures = r->failures_in_row = r->killed_count = 0;
+    __real_router_request_retry(t, r, failure, now_ns);
+}
+
+/* What was given up goes back at once, though its sender may still write. */
+WRAPPED(bool, pd_landing_over, const pd_landing *landing)
+{
+    return planted == PLANT_NO_QUARANTINE || __real_pd_landing_over(landing);
+}
+
+WRAPPED(pd_land_result, pd_land_on_checked, pd_lander *lander, const pd_checked *checked,
+        pd_landing **landing_out)
+{
+    pd_checked believed = *checked;
+
+    believed.good = believed.good || planted == PLANT_SEAL_UNCHECKED;
+    return __real_pd_land_on_checked(lander, &believed, landing_out);
+}
+
+WRAPPED(bool, sim_net_to_worker, sim_router *router, const char *identity,
+        const pd_message *message)
+{
+    bool sent = __real_sim_net_to_worker(router, identity, message);
+
+    if (planted == PLANT_EARLY_RELEASE && message->kind == PD_MSG_TARGETS) {
+        pd_message release = {.kind = PD_MSG_RELEASE, .release.key = message->targets.key};
+        sent = __real_sim_net_to_worker(router, identity, &release) && sent;
+    }
+    return sent;
+}
+
+WRAPPED(router_request *, router_request_find_key, router_requests *t, const pd_request_key *key)
+{
+    pd_request_key current = *key;
+    router_request *r = router_request_find(t, key->number);
+
+    if (planted == PLANT_EPOCH_IGNORED && r != NULL)
+        current.epoch = r->key.epoch;
+    return __real_router_request_find_key(t, &current);
+}
+
+/* Now and then a block's claim is forgotten. */
+WRAPPED(void, pd_prefix_cache_drop, pd_prefix_cache *cache, const pd_block *blocks, uint32_t count,
+        pd_claim claim)
+{
+    static uint32_t calls;
+
+    if (planted == PLANT_BLOCKS_KEPT && count > 0 && ++calls % 16 == 0)
+        count--;
+    __real_pd_prefix_cache_drop(cache, blocks, count, claim);
+}
+
+WRAPPED(void, router_requests_on_tick, router_requests *t, uint64_t now_ns)
+{
+    if (planted != PLANT_NO_DEADLINE)
+        __real_router_requests_on_tick(t, now_ns);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 3 || strcmp(argv[1], "--plant") != 0) {
+        fprintf(stderr, "usage: simulate-planted --plant NAME [options of simulate]; there are:");
+        for (uint32_t i = 0; i < PLANTS; i++)
+            fprintf(stderr, " %s", names[i]);
+        fprintf(stderr, "\n");
+        return 2;
+    }
+    for (planted = PLANT_NONE; planted < PLANTS && strcmp(argv[2], names[planted]) != 0;)
+        planted++;
+    if (planted == PLANTS) {
+        fprintf(stderr, "simulate-planted: there is no plant %s\n", argv[2]);
+        return 2;
+    }
+    return sim_command(argc - 2, argv + 2);
+}
