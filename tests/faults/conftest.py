@@ -1,0 +1,48 @@
+"""What the tests of faults share: reference answers from an undisturbed cluster, and the last lines."""
+
+import os
+import sys
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import field as fl  # noqa: E402
+import hosts  # noqa: E402
+import moments  # noqa: E402
+from field import FULL, SEED  # noqa: E402
+
+SETS = 8 if FULL else 4
+REPORT = moments.Report()
+
+
+@pytest.fixture(scope="session")
+def report():
+    return REPORT
+
+
+@pytest.fixture(scope="session")
+def references():
+    """[(bodies, answers)]: what undisturbed workers say, and how long the probe's prefill takes here."""
+    sets = []
+    with fl.Field("shm", tapped=False) as plain:
+        for number in range(SETS):
+            bodies = moments.prompts_of(SEED, number)
+            streams = fl.at_once([lambda body=body: plain.stream(body) for body in bodies])
+            for stream in streams:
+                assert stream.error is None and not stream.cut and len(stream.tokens) == moments.ANSWER, (stream.error, stream.cut)
+            sets.append((bodies, [stream.tokens for stream in streams], streams[0].times[0] - streams[0].began))
+        plain.assert_clean()
+    return sets
+
+
+@pytest.fixture(scope="session")
+def no_hosts():
+    """Why there are no namespaces; "" when there are."""
+    hosts.sweep()
+    return hosts.why_not()
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in REPORT.text():
+        terminalreporter.write_line(line)
