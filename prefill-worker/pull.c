@@ -336,15 +336,3 @@ void prefill_pulls_tick(prefill_pulls *pulls, uint64_t now_ns)
             pd_land_ask_missing(&pulls->lander, &pull->landing);
     }
 }
-
-void prefill_pulls_audit(const prefill_pulls *pulls, pd_audit *audit)
-{
-    for (const prefill_pull *pull = pulls->head; pull != NULL; pull = pull->next) {
-        bool quarantined = pull->request == NULL;
-        pd_audit_add(audit, &pull->landing.key,
-                     quarantined ? PD_AUDIT_QUARANTINED : PD_AUDIT_LANDING,
-                     pull->lease->blocks_count);
-        if (quarantined)
-            pd_audit_wait_for(audit, pull->lease->prefill);
-    }
-}

@@ -56,5 +56,3 @@ void prefill_pull_source_gone(prefill_pulls *pulls, uint64_t incarnation, bool d
 /* Adds those that land, or are quarantined, and whom these wait for. */
 void prefill_pulls_audit(const prefill_pulls *pulls, pd_audit *audit);
 void prefill_pulls_tick(prefill_pulls *pulls, uint64_t now_ns);
-/* Each as landing or quarantined, and whose end the quarantined ones wait for. */
-void prefill_pulls_audit(const prefill_pulls *pulls, pd_audit *audit);
