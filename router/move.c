@@ -133,7 +133,7 @@ static bool start_move(router_requests *t, router_request *r, uint32_t slot, uin
     r->move.epoch = r->epoch_last;
     r->move.sent_ns = now_ns;
     r->move.asked = r->move.open = r->move.may_land = false;
-    r->move.again = 0;
+    r->move.again.count = 0;
     router_request_step(t, r, ROUTER_EVENT_MOVES);
     router_request_set_due(t, r, now_ns + t->o.config->lease_ns);
     return true;
@@ -269,9 +269,9 @@ void router_move_on_refetch(router_requests *t, router_request *r, uint32_t slot
                     "msg=\"moved blocks did not arrive right: %s\" sender=%s receiver=%s group=%u "
                     "first_block=%u count=%u asked_before=%u",
                     refetch->reason, name_of(t, r->decode), name_of(t, slot), refetch->group,
-                    refetch->first_block, refetch->count, r->move.again);
-    if (r->move.again > 0)
-        return; /* once is enough: the receiver's word that it failed comes */
+                    refetch->first_block, refetch->count, r->move.again.count);
+    if (!router_again_may(&r->move.again, refetch))
+        return;
     pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
                           .ship_again = {.key = refetch->key,
                                          .group = refetch->group,
@@ -282,14 +282,15 @@ void router_move_on_refetch(router_requests *t, router_request *r, uint32_t slot
         router_move_failed(t, r, "the holder does not take messages", now_ns);
         return;
     }
-    r->move.again++;
+    router_again_sent(&r->move.again, refetch);
     r->move.open = true;
 }
 
 void router_move_on_done(router_requests *t, router_request *r, uint32_t slot,
                          const pd_msg_ship_done *done, uint64_t now_ns)
 {
-    if (r->decode != slot || !r->move.asked || !r->move.open || done->again != r->move.again)
+    if (r->decode != slot || !r->move.asked || !r->move.open ||
+        (done->status == PD_OK && done->again != r->move.again.count))
         return;
     r->move.open = false;
     r->move.may_land = done->may_land;

@@ -120,7 +120,7 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
     router_request *r = router_request_find_key(t, &done->key);
     if (r == NULL || r->pull.slot != slot || !r->pull.asked)
         return false;
-    if (!r->pull.open || done->again != r->pull.again)
+    if (!r->pull.open || (done->status == PD_OK && done->again != r->pull.again.count))
         return true; /* said before it heard that it is to ship once more */
     r->pull.open = false;
     t->o.counters->shipped_bytes += done->ship_bytes;
@@ -151,8 +151,8 @@ void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_
                     "first_block=%u count=%u asked_before=%u",
                     refetch->reason, router_request_worker(t, r->pull.slot)->hello.name,
                     router_request_worker(t, r->prefill)->hello.name, refetch->group,
-                    refetch->first_block, refetch->count, r->pull.again);
-    if (r->pull.again > 0) {
+                    refetch->first_block, refetch->count, r->pull.again.count);
+    if (!router_again_may(&r->pull.again, refetch)) {
         end_pull(t, r, r->pull.open, "blocks came wrong twice");
         return;
     }
@@ -166,7 +166,7 @@ void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_
         end_pull(t, r, r->pull.open, "the source does not take messages");
         return;
     }
-    r->pull.again++;
+    router_again_sent(&r->pull.again, refetch);
     r->pull.open = true;
 }
 

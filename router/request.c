@@ -472,7 +472,7 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     router_request *r = router_request_find_key(t, &done->key);
     if (r == NULL || r->prefill != slot || !r->prefill_open)
         return;
-    if (done->again != r->again)
+    if (done->status == PD_OK && done->again != r->again.count)
         return; /* said before it heard that it is to ship once more */
     r->prefill_open = false;
     r->prefill_holds = r->prefill_holds && done->status == PD_OK;
@@ -527,7 +527,7 @@ void router_requests_on_decode_failed(router_requests *t, uint32_t slot,
         router_requests_pump(t, now_ns);
         return;
     }
-    bool seal = r->again > 0 && !r->landed;
+    bool seal = r->again.count > 0 && !r->landed;
     snprintf(why, sizeof why, "decode worker %s failed: %s%s%.140s%s%s", name_of(t, slot),
              pd_status_name(failed->status), failed->reason[0] == '\0' ? "" : ": ", failed->reason,
              seal ? ", sent by " : "", seal ? name_of(t, r->prefill) : "");
@@ -571,9 +571,9 @@ static void ship_again(router_requests *t, router_request *r, const pd_msg_refet
                     "msg=\"blocks did not arrive right: %s\" sender=%s receiver=%s group=%u "
                     "first_block=%u count=%u epoch=%u asked_before=%u",
                     refetch->reason, name_of(t, r->prefill), name_of(t, r->decode), refetch->group,
-                    refetch->first_block, refetch->count, r->key.epoch, r->again);
-    if (r->again > 0)
-        return; /* once is enough: the receiver's word that it failed comes */
+                    refetch->first_block, refetch->count, r->key.epoch, r->again.count);
+    if (!router_again_may(&r->again, refetch))
+        return;
     pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
                           .ship_again = {.key = r->key,
                                          .group = refetch->group,
@@ -588,7 +588,7 @@ static void ship_again(router_requests *t, router_request *r, const pd_msg_refet
               now_ns);
         return;
     }
-    r->again++;
+    router_again_sent(&r->again, refetch);
     r->prefill_open = true; /* until its next last word */
     if (r->state == ROUTER_REQUEST_LANDING)
         router_request_set_due(

@@ -157,6 +157,25 @@ void router_request_wake_at(router_requests *t, uint64_t when_ns)
 
 /* ---- tokens ---- */
 
+bool router_again_may(const router_again *again, const pd_msg_refetch *refetch)
+{
+    uint64_t end = (uint64_t)refetch->first_block + refetch->count;
+    for (uint32_t i = 0; i < again->count; i++) {
+        if (again->asked[i].group == refetch->group && again->asked[i].first < end &&
+            (uint64_t)again->asked[i].first + again->asked[i].count > refetch->first_block)
+            return false;
+    }
+    return again->count < ROUTER_AGAIN_MAX;
+}
+
+void router_again_sent(router_again *again, const pd_msg_refetch *refetch)
+{
+    uint32_t i = again->count++;
+    again->asked[i].group = refetch->group;
+    again->asked[i].first = refetch->first_block;
+    again->asked[i].count = refetch->count;
+}
+
 uint32_t router_request_base_tokens(const router_request *r)
 {
     return r->prompt_tokens + r->base_index;
@@ -349,7 +368,7 @@ void router_request_leave_workers(router_requests *t, router_request *r, bool ke
     router_request_cancel_at_workers(t, r, keep);
     r->prefill_open = r->prefill_holds = r->decode_open = r->writer_lost = false;
     r->started = r->landed = false;
-    r->again = 0;
+    r->again.count = 0;
     r->prefill = r->decode = ROUTER_NO_WORKER;
     r->pull = (router_pull){.slot = ROUTER_NO_WORKER};
     r->move = (router_move){.slot = ROUTER_NO_WORKER};

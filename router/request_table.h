@@ -14,6 +14,7 @@ enum {
     ROUTER_EARLY_MAX = 32,       /* tokens that may wait for one before them */
     ROUTER_BLOCKED_MS_MIN = 5,   /* a worker that refused is left alone for this long at least, */
     ROUTER_BLOCKED_MS_MAX = 500, /* and this long at most, whatever it says */
+    ROUTER_AGAIN_MAX = 32,       /* ranges of blocks asked for again of one shipment */
     ROUTER_DEATHS_MAX = 2,       /* workers that a request may bring down */
 };
 #define ROUTER_SLOT_NONE UINT32_MAX
@@ -24,6 +25,14 @@ typedef struct router_early_token {
     pd_finish finish;
 } router_early_token;
 
+/* What was asked for again of one shipment: each block once, and not without end. */
+typedef struct router_again {
+    uint32_t count; /* ShipAgain sent */
+    struct {
+        uint32_t group, first, count;
+    } asked[ROUTER_AGAIN_MAX];
+} router_again;
+
 /* Leading blocks that the prefill worker fetches from a worker that holds them. */
 typedef struct router_pull {
     uint32_t slot; /* who holds them; ROUTER_NO_WORKER: there is no pull */
@@ -32,7 +41,7 @@ typedef struct router_pull {
     bool asked; /* ShipRequest is sent */
     bool open;  /* its last word has not come */
     bool holds; /* copies there, until Release */
-    uint32_t again;
+    router_again again;
 } router_pull;
 
 /* To another decode worker, with the KV: request.decode and key stay the old ones until the new
@@ -44,7 +53,7 @@ typedef struct router_move {
     bool asked;    /* ShipRequest is sent: it writes until its last word */
     bool open;     /* the last word has not come */
     bool may_land; /* it has, and bytes may still land */
-    uint32_t again;
+    router_again again;
     uint32_t failed; /* moves of this suspension */
     uint64_t tried[ROUTER_SLOT_BITS];
 } router_move;
@@ -70,7 +79,7 @@ typedef struct router_request {
     bool prefill_holds;       /* copies of what it ships, until it is told to let them go */
     bool started;             /* its first step runs, or has run */
     bool landed;              /* the decode worker has all of it */
-    uint32_t again;           /* ShipAgain sent in this attempt */
+    router_again again;       /* of this attempt */
     bool decode_open;         /* it has a lease or a sequence of ours */
     bool writer_lost;         /* nobody says that the prefill worker's writes have ended */
     uint64_t lease_sent_ns, prefill_sent_ns, start_sent_ns;
@@ -151,6 +160,12 @@ void router_request_set_due(router_requests *t, router_request *r, uint64_t due_
 void router_request_wake_at(router_requests *t, uint64_t when_ns);
 
 /* ---- tokens ---- */
+
+/* False: a Refetch is not to be passed on, since some of it was asked for before or too much was;
+ * the receiver will say that it failed. */
+bool router_again_may(const router_again *again, const pd_msg_refetch *refetch);
+/* It was passed on. */
+void router_again_sent(router_again *again, const pd_msg_refetch *refetch);
 
 /* What the prefill worker of this attempt is given: the prompt and the answer so far. */
 uint32_t router_request_base_tokens(const router_request *r);

@@ -435,6 +435,30 @@ static void what_was_wrong_twice_is_prefilled_elsewhere(void **state)
     end_world(w);
 }
 
+static void each_block_is_asked_for_again_once(void **state)
+{
+    (void)state;
+    world *w = one_to_one(66);
+    fake *f = &w->fake;
+    answer *a = ask(w, 40, 20);
+    while (!f->workers[1].leases[0].bound)
+        fake_run(f, f->now_ns + 100000);
+    const uint32_t asked[][3] = {{0, 0, 1}, {1, 0, 2}, {0, 2, 1}, {0, 0, 1}, {1, 1, 1}};
+    for (int i = 0; i < 5; i++) {
+        pd_message message = {.kind = PD_MSG_REFETCH,
+                              .refetch = {.key = f->workers[1].leases[0].key,
+                                          .group = asked[i][0],
+                                          .first_block = asked[i][1],
+                                          .count = asked[i][2]}};
+        router_core_on_message(f->core, f->workers[1].identity, &message, f->now_ns);
+    }
+    assert_int_equal(f->sent[PD_MSG_SHIP_AGAIN], 3); /* the last two were asked for before */
+    assert_int_equal(counters_of(w).refetches, 3);
+    wait_ms(w, 500);
+    assert_whole(w, a);
+    end_world(w);
+}
+
 /* ---- out of room ---- */
 
 static world *suspended_world(uint64_t seed, uint32_t decodes)
@@ -932,6 +956,7 @@ int main(void)
         cmocka_unit_test(who_brings_down_two_workers_gets_no_third),
         cmocka_unit_test(who_only_waited_at_a_dead_worker_is_no_suspect),
         cmocka_unit_test(what_was_wrong_twice_is_prefilled_elsewhere),
+        cmocka_unit_test(each_block_is_asked_for_again_once),
         cmocka_unit_test(a_sequence_without_room_moves_with_its_kv),
         cmocka_unit_test(a_sequence_that_cannot_move_gives_way),
         cmocka_unit_test(a_suspended_sequences_tokens_are_awaited),
