@@ -123,6 +123,7 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
     if (!r->pull.open || (done->status == PD_OK && done->again != r->pull.again.count))
         return true; /* said before it heard that it is to ship once more */
     r->pull.open = false;
+    r->pull.may_land = done->may_land;
     t->o.counters->shipped_bytes += done->ship_bytes;
     if (done->status == PD_OK && done->ship_bytes > 0)
         pd_cost_observe_ship(&t->cost, done->ship_bytes, done->ship_ms);
@@ -173,6 +174,7 @@ void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_
 void router_pull_on_gone(router_requests *t, router_request *r, const char *why)
 {
     bool waits = r->pull.asked && r->pull.open && r->state == ROUTER_REQUEST_PREFILLING;
+    r->pull.may_land = r->pull.may_land || r->pull.open; /* it may only stand still */
     r->pull.slot = ROUTER_NO_WORKER;
     r->pull.open = r->pull.holds = false;
     if (waits)

@@ -666,7 +666,7 @@ static void retry_lost(router_requests *t, router_request *r, const loss *lost, 
 
 static void prefill_gone(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
 {
-    bool computing = r->started;
+    bool computing = router_request_computes(r, now_ns);
     router_request_discharge_prefill(t, r);
     r->writer_lost = r->writer_lost || r->prefill_open;
     r->prefill_open = r->prefill_holds = false;

@@ -342,6 +342,13 @@ static void cancel_move(router_requests *t, const router_request *r)
         router_cluster_cancel(t->o.cluster, r->decode, &cancel);
 }
 
+bool router_request_computes(const router_request *r, uint64_t now_ns)
+{
+    double since_ms = (double)(now_ns - r->prefill_sent_ns) / (double)PD_NS_PER_MS;
+    return r->state == ROUTER_REQUEST_PREFILLING &&
+           (r->started || !r->decode_open || since_ms >= r->terms.prefill_queue_ms);
+}
+
 void router_request_cancel_at_workers(router_requests *t, const router_request *r, bool keep)
 {
     bool writes = r->prefill_open && r->prefill != ROUTER_NO_WORKER;
@@ -351,8 +358,11 @@ void router_request_cancel_at_workers(router_requests *t, const router_request *
 
     if (r->move.slot != ROUTER_NO_WORKER)
         cancel_move(t, r);
-    if (writes || holds)
-        router_cluster_cancel(t->o.cluster, r->prefill, &cancel);
+    if (writes || holds) { /* to a prefill worker writes who it pulls from */
+        pd_msg_cancel ends = cancel;
+        ends.unwritten = !r->pull.open && !r->pull.may_land;
+        router_cluster_cancel(t->o.cluster, r->prefill, &ends);
+    }
     if (decodes)
         router_cluster_cancel(t->o.cluster, r->decode, &cancel);
     /* One that is the decode worker too has heard it. */

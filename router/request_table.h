@@ -37,10 +37,11 @@ typedef struct router_again {
 typedef struct router_pull {
     uint32_t slot; /* who holds them; ROUTER_NO_WORKER: there is no pull */
     uint32_t blocks;
-    double ms;  /* predicted, in place of computing them */
-    bool asked; /* ShipRequest is sent */
-    bool open;  /* its last word has not come */
-    bool holds; /* copies there, until Release */
+    double ms;     /* predicted, in place of computing them */
+    bool asked;    /* ShipRequest is sent */
+    bool open;     /* its last word has not come */
+    bool holds;    /* copies there, until Release */
+    bool may_land; /* its last word has come, and bytes may still land */
     router_again again;
 } router_pull;
 
@@ -191,6 +192,9 @@ void router_request_charge_prefill(router_requests *t, router_request *r);
 void router_request_discharge_prefill(router_requests *t, router_request *r);
 void router_request_charge_decode(router_requests *t, router_request *r);
 void router_request_discharge_decode(router_requests *t, router_request *r);
+/* Whether the prefill worker computes it, as far as can be told: it said so, or it would not (there
+ * is no lease to bind), or what was before it should be done. The word may have died with it. */
+bool router_request_computes(const router_request *r, uint64_t now_ns);
 /* Cancels at the workers that have it. A prefill worker that was never asked, or has said its last
  * word, writes nothing more: the decode worker is told, since no abort will come to it. One that
  * was lost may only stand still, and write on later: whether it is dead the decode worker finds

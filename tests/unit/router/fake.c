@@ -863,6 +863,7 @@ static void on_heartbeat(fake *f, uint32_t i)
         .heartbeat = {
             .incarnation = w->incarnation,
             .role_epoch = 1,
+            .queue_ms = w->queue_ms,
             .ledger = {.total = w->blocks, .free = w->free, .leased = w->blocks - w->free},
             .events_sequence = w->sequence,
             .warm = true}};

@@ -394,6 +394,8 @@ static void who_only_waited_at_a_dead_worker_is_no_suspect(void **state)
     world *w = one_to_one(51);
     w->fake.lose[PD_MSG_PREFILL_STARTED] = 100;
     w->fake.workers[0].deaf = true;
+    w->fake.workers[0].queue_ms = 5000; /* a queue before it */
+    wait_ms(w, 200);
     answer *a = ask(w, 40, 20);
     for (int i = 0; i < 3; i++) {
         wait_ms(w, 100);
@@ -401,6 +403,7 @@ static void who_only_waited_at_a_dead_worker_is_no_suspect(void **state)
         wait_ms(w, 600);
         fake_restart(&w->fake, 0);
         w->fake.workers[0].deaf = i < 2;
+        w->fake.workers[0].queue_ms = i < 2 ? 5000 : 0;
         wait_ms(w, 200);
     }
     w->fake.lose[PD_MSG_PREFILL_STARTED] = 0;
