@@ -18,13 +18,17 @@ enum {
 /* Where an entry belongs in the router's view, as bits of router_request.audit_seen. */
 enum { SEEN_PREFILL = 1, SEEN_DECODE = 2, SEEN_MOVE = 4, SEEN_UNSTARTED = 8 };
 
+typedef struct strangers {
+    pd_audit_entry entries[AUDIT_UNKNOWN_MAX];
+    uint32_t count;
+} strangers;
+
 typedef struct record {
     router_audit_view view;
     bool answered;
     uint64_t asked_ns, answered_ns;
     uint32_t serial;
-    pd_audit_entry unknown[AUDIT_UNKNOWN_MAX]; /* of the last answer */
-    uint32_t unknown_count;
+    strangers unknown, waiting;      /* of the last answer; waiting: quarantined */
     uint64_t waits[AUDIT_WAITS_MAX]; /* given up, of the last answer */
     uint32_t waits_count;
 } record;
@@ -124,7 +128,7 @@ static bool known(router_audit *audit, uint32_t slot, const pd_audit_entry *entr
     }
     router_request *r = router_request_find_key(t, &entry->key);
     if (r == NULL)
-        return entry->state == PD_AUDIT_QUARANTINED; /* it waits for its sender, not for us */
+        return false;
     bool copies = entry->state == PD_AUDIT_HOLDING;
     if (r->prefill == slot && (r->prefill_open || r->prefill_holds)) {
         r->audit_seen |= SEEN_PREFILL;
@@ -160,27 +164,54 @@ static void end_unknown(router_audit *audit, uint32_t slot, const pd_audit_entry
     router_cluster_cancel(audit->o.cluster, slot, &cancel);
 }
 
+/* Blocks of an attempt that is over wait for a sender's last word, which was lost, or came before
+ * the lease was bound. A prefill worker that is told to end what it does not know says by data
+ * plane, behind all that it ever posted, that it writes nothing of it. */
+static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry *entry)
+{
+    router_cluster *cluster = audit->o.cluster;
+    const pd_msg_cancel cancel = {.key = entry->key};
+    if (cluster->workers[slot].hello.role != PD_ROLE_DECODE)
+        return;
+    audit->o.counters->audit_quarantined++;
+    for (uint32_t i = 0; i < cluster->slots_used; i++) {
+        if (cluster->workers[i].used && cluster->workers[i].hello.role == PD_ROLE_PREFILL)
+            router_cluster_cancel(cluster, i, &cancel);
+    }
+}
+
+static bool was_there(const strangers *before, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < before->count; i++) {
+        if (same_key(&before->entries[i].key, key))
+            return true;
+    }
+    return false;
+}
+
 static void take_entries(router_audit *audit, uint32_t slot, record *of,
                          const pd_msg_audit_reply *reply)
 {
-    pd_audit_entry unknown[AUDIT_UNKNOWN_MAX];
-    uint32_t count = 0;
+    strangers unknown = {.count = 0}, waiting = {.count = 0};
     memset(of->view.states, 0, sizeof of->view.states);
     for (uint32_t i = 0; i < reply->entries_count; i++) {
         const pd_audit_entry *entry = &reply->entries[i];
+        bool quarantined = entry->state == PD_AUDIT_QUARANTINED;
+        strangers *now = quarantined ? &waiting : &unknown;
         if ((uint32_t)entry->state < ROUTER_AUDIT_STATES)
             of->view.states[entry->state]++;
-        if (known(audit, slot, entry) || count == AUDIT_UNKNOWN_MAX)
+        if (known(audit, slot, entry) || now->count == AUDIT_UNKNOWN_MAX)
             continue;
-        unknown[count++] = *entry;
-        for (uint32_t k = 0; k < of->unknown_count; k++) {
-            if (same_key(&of->unknown[k].key, &entry->key))
-                end_unknown(audit, slot, entry);
-        }
+        now->entries[now->count++] = *entry;
+        if (quarantined && was_there(&of->waiting, &entry->key))
+            ask_senders(audit, slot, entry);
+        else if (!quarantined && was_there(&of->unknown, &entry->key))
+            end_unknown(audit, slot, entry);
     }
-    memcpy(of->unknown, unknown, count * sizeof unknown[0]);
-    of->unknown_count = of->view.unknown_count = count;
-    of->view.unknown = of->unknown;
+    of->unknown = unknown;
+    of->waiting = waiting;
+    of->view.unknown_count = unknown.count;
+    of->view.unknown = of->unknown.entries;
 }
 
 /* ---- what the router counts on ---- */

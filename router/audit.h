@@ -8,8 +8,9 @@
  *   a key that the router does not know there     Cancel (Release for copies of a live request)
  *   a request that it counts on and that is gone  tried again
  *   a landed sequence that was never started      DecodeStart again
- *   quarantine that waits for an incarnation that
- *   this router has given up                      PeerGone again
+ *   quarantine of an attempt that is over          Cancel to the prefill workers, which say then
+ * that they write nothing of it quarantine that waits for an incarnation that this router has given
+ * up                      PeerGone again
  *
  * So a lost message costs seconds. Memory: AUDIT_UNKNOWN_MAX keys a worker, allocated at its first
  * answer. The inside of router/core.h. One thread. */

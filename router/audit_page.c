@@ -124,7 +124,8 @@ void audit_page_metrics(const router_core_counters *c, pd_buf *out)
     } kinds[] = {{"unknown", c->audit_unknown},
                  {"missing", c->audit_missing},
                  {"unstarted", c->audit_unstarted},
-                 {"waits", c->audit_waits}};
+                 {"waits", c->audit_waits},
+                 {"quarantined", c->audit_quarantined}};
     pd_metrics_write_head(out, PD_METRIC_COUNTER, "kvferry_audit_differences_total",
                           "Differences between the router's view and a worker's, made good.");
     for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {

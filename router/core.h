@@ -190,7 +190,7 @@ typedef struct router_core_counters {
     uint64_t suspended, gave_way, moves, moves_failed;
     uint64_t pulls, pulls_failed;
     /* differences that two audits in a row agreed on */
-    uint64_t audit_unknown, audit_missing, audit_unstarted, audit_waits;
+    uint64_t audit_unknown, audit_missing, audit_unstarted, audit_waits, audit_quarantined;
     uint64_t leases_refused, workers_registered, workers_refused, workers_lost;
     uint64_t tokens, tokens_dropped; /* dropped: duplicates, old epochs, other incarnations */
     uint64_t prompt_tokens, cached_tokens, shipped_bytes;
