@@ -12,7 +12,6 @@ typedef struct slot {
 struct pd_lease_table {
     pd_prefix_cache *cache;
     uint32_t leases_max, blocks_max;
-    uint32_t count;
     uint64_t promised; /* blocks, of all granted leases */
     uint32_t free_head;
     uint32_t buckets_mask;
@@ -67,11 +66,6 @@ uint32_t pd_lease_room(const pd_lease_table *table)
     return table->promised >= room ? 0 : room - (uint32_t)table->promised;
 }
 
-uint32_t pd_lease_count(const pd_lease_table *table)
-{
-    return table->count;
-}
-
 static uint32_t *bucket_of(const pd_lease_table *table, uint64_t request, uint32_t epoch)
 {
     uint64_t hash = pd_mix64(request ^ pd_mix64(epoch));
@@ -116,7 +110,6 @@ pd_status pd_lease_grant(pd_lease_table *table, const pd_lease_grant_args *args,
     uint32_t *bucket = bucket_of(table, args->request, args->epoch);
     s->next = *bucket;
     *bucket = index;
-    table->count++;
     table->promised += args->blocks;
     *lease_out = &s->lease;
     return PD_OK;
@@ -135,7 +128,6 @@ static void end(pd_lease_table *table, pd_lease *lease)
     s->next = table->free_head;
     s->used = false;
     table->free_head = index;
-    table->count--;
 }
 
 pd_status pd_lease_bind(pd_lease_table *table, pd_lease *lease, const pd_hash128 *hashes,
@@ -233,19 +225,6 @@ bool pd_lease_sender_acked(pd_lease_table *table, uint64_t request, uint32_t epo
         return false;
     quarantine_end(table, lease);
     return true;
-}
-
-uint32_t pd_lease_sender_dead(pd_lease_table *table, uint64_t prefill)
-{
-    uint32_t ended = 0;
-    uint32_t cursor = 0;
-    for (pd_lease *lease; (lease = pd_lease_next(table, &cursor)) != NULL;) {
-        if (lease->state != PD_LEASE_QUARANTINED || lease->prefill != prefill)
-            continue;
-        quarantine_end(table, lease);
-        ended++;
-    }
-    return ended;
 }
 
 void pd_lease_renew(pd_lease *lease, uint64_t expiry_ns)

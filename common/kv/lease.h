@@ -50,7 +50,6 @@ void pd_lease_table_destroy(pd_lease_table *table);
 
 /* Blocks that may still be promised: the cache's room less what is promised already. */
 uint32_t pd_lease_room(const pd_lease_table *table);
-uint32_t pd_lease_count(const pd_lease_table *table);
 
 typedef struct pd_lease_grant_args {
     uint64_t request;
@@ -93,6 +92,3 @@ pd_lease *pd_lease_next(const pd_lease_table *table, uint32_t *cursor);
 /* The sender acknowledged that it will write no more: ends the quarantine, if that is its state.
  * False: it is not quarantined, or there is no such lease. */
 bool pd_lease_sender_acked(pd_lease_table *table, uint64_t request, uint32_t epoch);
-/* The prefill worker's incarnation is dead or cut off: ends its quarantines and returns how many.
- * Its landing leases are the caller's to release first. */
-uint32_t pd_lease_sender_dead(pd_lease_table *table, uint64_t prefill);

@@ -182,6 +182,26 @@ static uint32_t take_runs(pd_kv_pool *pool, uint32_t count, uint32_t run_min, pd
     return taken;
 }
 
+/* The shortest free run of at least count, so that long ones stay; else the longest. There is one.
+ */
+static pd_block best_run(const pd_kv_pool *pool, uint32_t count, uint32_t *length_out)
+{
+    uint32_t best = 0, best_length = 0;
+    uint32_t start = find_bit(pool, 0, true);
+
+    while (start < pool->blocks && best_length != count) {
+        uint32_t end = find_bit(pool, start, false), length = end - start;
+        if (best_length < count ? length > best_length : length >= count && length < best_length) {
+            best = start;
+            best_length = length;
+        }
+        start = find_bit(pool, end, true);
+    }
+    pd_assert(best_length > 0);
+    *length_out = best_length;
+    return best;
+}
+
 pd_status pd_kv_pool_take(pd_kv_pool *pool, uint32_t count, pd_claim claim, pd_block near,
                           pd_block *blocks_out)
 {
@@ -193,7 +213,14 @@ pd_status pd_kv_pool_take(pd_kv_pool *pool, uint32_t count, pd_claim claim, pd_b
         taken = end - near - 1 < count ? end - near - 1 : count;
         take_run(pool, near + 1, taken, claim, blocks_out);
     }
-    /* one run that holds all, else ever shorter ones: at most 33 passes over the bits */
+    for (int pass = 0; pass < 16 && taken < count; pass++) {
+        uint32_t length, first = best_run(pool, count - taken, &length);
+        length = length < count - taken ? length : count - taken;
+        take_run(pool, first, length, claim, blocks_out + taken);
+        taken += length;
+    }
+    /* What is left of a large one in a scattered pool: ever shorter runs, at most 33 passes more.
+     */
     uint32_t run_min = count - taken;
     while (taken < count) {
         taken += take_runs(pool, count - taken, run_min, claim, blocks_out + taken);

@@ -5,6 +5,8 @@
 
 #define NOT_IN_HEAP UINT32_MAX
 
+enum { SPARE_PART = 16 }; /* of the pool is evicted beyond what is needed */
+
 /* What is known about a block: a node of the tree while the pool says that it is cached. */
 typedef struct node {
     pd_hash128 hash;
@@ -338,8 +340,14 @@ pd_status pd_prefix_cache_alloc(pd_prefix_cache *cache, uint32_t count, pd_claim
 {
     if (count > pd_prefix_cache_room(cache))
         return PD_E_OVERLOAD;
-    while (pd_kv_pool_ledger(cache->pool).free < count)
-        evict_one(cache);
+    /* Some more than is needed: of exactly as many free blocks as are taken none lie side by side,
+     * and so it stays for ever. With room to choose from, what is let go together stays together.
+     */
+    if (pd_kv_pool_ledger(cache->pool).free < count) {
+        uint32_t wanted = count + cache->blocks / SPARE_PART;
+        while (cache->heap_len > 0 && pd_kv_pool_ledger(cache->pool).free < wanted)
+            evict_one(cache);
+    }
     pd_status status = pd_kv_pool_take(cache->pool, count, claim, near, blocks_out);
     pd_assert(status == PD_OK);
     return PD_OK;

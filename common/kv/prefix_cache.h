@@ -36,7 +36,8 @@ uint32_t pd_prefix_cache_room(const pd_prefix_cache *cache);
 /* Claims the cached blocks of the leading hashes, as many as there are; returns how many. */
 uint32_t pd_prefix_cache_pin(pd_prefix_cache *cache, const pd_hash128 *hashes, uint32_t count,
                              pd_claim claim, pd_block *blocks_out);
-/* Claims count blocks with no content, evicting as needed; in runs of neighbours where possible,
+/* Claims count blocks with no content, evicting as needed (and up to a sixteenth of the pool more,
+ * so that there are runs to choose from); in runs of neighbours where possible,
  * the first preferably right after near (or PD_BLOCK_NONE). PD_E_OVERLOAD: less room than that;
  * nothing was changed. */
 PD_CHECKED pd_status pd_prefix_cache_alloc(pd_prefix_cache *cache, uint32_t count, pd_claim claim,

@@ -87,28 +87,6 @@ void pd_links_close(pd_links *links, pd_link *link)
         link->state = PD_LINK_NONE;
     } else if (live(link)) {
         link->state = PD_LINK_CLOSING;
-        if (links->held)
-            link->close_owed = true;
-        else
-            links->sink->close(links->sink->ctx, link->peer);
-    }
-}
-
-void pd_links_hold(pd_links *links)
-{
-    pd_assert(!links->held);
-    links->held = true;
-}
-
-void pd_links_let_go(pd_links *links)
-{
-    pd_assert(links->held);
-    links->held = false;
-    for (uint32_t i = 0; i < links->count; i++) {
-        pd_link *link = &links->links[i];
-        if (!link->close_owed)
-            continue;
-        link->close_owed = false;
         links->sink->close(links->sink->ctx, link->peer);
     }
 }

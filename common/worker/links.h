@@ -28,7 +28,6 @@ typedef struct pd_link {
     bool
         on_demand; /* made for a PD_MSG_SHIP_REQUEST, and closed when idle (common/worker/source) */
     uint64_t used_ns; /* on demand: since when nothing was written by it */
-    bool close_owed;  /* closing, but the step under way still names peer */
     char lane[64];
     size_t address_len;
     unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX]; /* while waiting */
@@ -38,7 +37,6 @@ typedef struct pd_links {
     pd_link *links; /* [count] */
     uint32_t count;
     uint64_t tag_next;
-    bool held; /* a step is under way */
     const pd_role_sink *sink;
 } pd_links;
 
@@ -59,10 +57,5 @@ pd_link *pd_links_add(pd_links *links, const pd_msg_peer_up *peer);
 PD_CHECKED pd_status pd_links_connect(pd_links *links, pd_link *link);
 /* Ends a link; it is gone at once when it was waiting, else after pd_links_closed. */
 void pd_links_close(pd_links *links, pd_link *link);
-/* A step's plan names links by their peer, and the transfer uses the number of a closed one anew:
- * between hold and let_go no link is closed, so that what a step ships can never go to another
- * worker. */
-void pd_links_hold(pd_links *links);
-void pd_links_let_go(pd_links *links);
 /* The transfer has closed it: its place is free. */
 void pd_links_closed(pd_link *link);

@@ -335,6 +335,69 @@ static void events_left_out_show_as_a_gap(void **state)
     unmake(&w);
 }
 
+static uint32_t runs_in(const pd_block *blocks, uint32_t count)
+{
+    uint32_t runs = count > 0;
+
+    for (uint32_t i = 1; i < count; i++)
+        runs += blocks[i] != blocks[i - 1] + 1;
+    return runs;
+}
+
+/* A decode worker's life with a full cache: prompts come, answers grow side by side, all stays as
+ * cache. A run of a prompt is one put. */
+static void prompts_lie_in_few_runs_however_long_the_pool_was_used(void **state)
+{
+    (void)state;
+    enum { BLOCKS = 2048, SEQUENCES = 32, LONGEST = 128, STEPS = 6000, GROW = 4 };
+    static struct {
+        pd_block blocks[LONGEST];
+        uint32_t count, wanted;
+    } sequences[SEQUENCES];
+    world w = make(BLOCKS, BLOCKS * 2);
+    pd_hash128 hashes[LONGEST];
+    uint64_t random = 5, content = 1, blocks = 0, runs = 0, prompts = 0;
+
+    for (int step = 0; step < STEPS; step++) {
+        for (uint32_t i = 0; i < SEQUENCES; i++) {
+            pd_block *own = sequences[i].blocks;
+            uint32_t *count = &sequences[i].count, want = sequences[i].wanted;
+            if (*count > 0 && *count >= want) {
+                for (uint32_t k = 0; k < *count; k++)
+                    hashes[k] = (pd_hash128){pd_mix64(content), content}, content++;
+                pd_prefix_cache_insert(w.cache, (pd_hash128){0, 0}, hashes, own, *count);
+                pd_prefix_cache_drop(w.cache, own, *count, PD_CLAIM_RUNNING);
+                *count = 0;
+            } else if (*count > 0 && pd_random_next(&random) % 16 == 0) {
+                uint32_t more = want - *count < GROW ? want - *count : GROW;
+                assert_int_equal(pd_prefix_cache_alloc(w.cache, more, PD_CLAIM_RUNNING,
+                                                       own[*count - 1], own + *count),
+                                 PD_OK);
+                *count += more;
+            } else if (*count == 0 && pd_random_next(&random) % 8 == 0) {
+                *count = 4 + (uint32_t)(pd_random_next(&random) % 40);
+                sequences[i].wanted = *count + 1 + (uint32_t)(pd_random_next(&random) % 20);
+                assert_int_equal(
+                    pd_prefix_cache_alloc(w.cache, *count, PD_CLAIM_RUNNING, PD_BLOCK_NONE, own),
+                    PD_OK);
+                if (step < STEPS / 4)
+                    continue;
+                prompts++;
+                blocks += *count;
+                runs += runs_in(own, *count);
+            }
+        }
+        pd_cache_event events[64];
+        while (pd_prefix_cache_drain(w.cache, events, 64) > 0) {
+        }
+    }
+    print_message("# %.1f blocks and %.2f runs a prompt, mean run %.1f\n",
+                  (double)blocks / (double)prompts, (double)runs / (double)prompts,
+                  (double)blocks / (double)runs);
+    assert_true(blocks > 4 * runs);
+    unmake(&w);
+}
+
 /* The caller of one claim may end while the other goes on. */
 static void shared_blocks_stay_until_the_last_claim_ends(void **state)
 {
@@ -369,6 +432,7 @@ int main(void)
         cmocka_unit_test(no_block_ever_has_two_owners_of_different_content),
         cmocka_unit_test(events_tell_the_whole_story),
         cmocka_unit_test(events_left_out_show_as_a_gap),
+        cmocka_unit_test(prompts_lie_in_few_runs_however_long_the_pool_was_used),
         cmocka_unit_test(shared_blocks_stay_until_the_last_claim_ends),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
