@@ -57,9 +57,6 @@ typedef struct pd_role_sink {
      * on_checked follows. PD_E_OVERLOAD: too many wait, try again after the next on_checked or
      * tick. Until then the blocks must not be written by this worker. */
     pd_status (*verify)(void *ctx, const pd_check *check);
-    /* Of no role's any more: verify has taken its place. */
-    uint64_t (*seal)(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
-                     pd_block block, uint32_t valid_tokens);
 } pd_role_sink;
 
 /* Counted since the start; for metrics and tests. */

@@ -7,7 +7,6 @@
 #include "common/base/peer_watch.h"
 #include "common/base/process.h"
 #include "common/base/queue.h"
-#include "common/kv/seal.h"
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
 #include "common/worker/routers.h"
@@ -168,23 +167,6 @@ static pd_status act_verify(void *ctx, const pd_check *check)
     worker *w = ctx;
 
     return pd_verifier_submit(w->verifier, check);
-}
-
-static uint64_t act_seal(void *ctx, const pd_request_key *key, uint32_t group, uint32_t index,
-                         pd_block block, uint32_t valid_tokens)
-{
-    worker *w = ctx;
-    pd_seal_place place = {
-        .request = pd_ship_seal_request(key),
-        .epoch = key->epoch,
-        .group = group,
-        .block_index = index,
-        .valid_tokens = valid_tokens,
-        .layout_fingerprint = w->layout_fingerprint,
-    };
-
-    return pd_seal_compute(&w->setup.layout, pd_transfer_pool(w->setup.transfer), block, &place, 0,
-                           w->setup.layout.kv_heads);
 }
 
 /* ---- words to the router ---- */
@@ -607,7 +589,6 @@ static pd_status make_core(worker *w)
         .verify = act_verify,
         .ship = act_ship,
         .unship = act_unship,
-        .seal = act_seal,
     };
     pd_status status = w->ops->create(&options, &sink, &w->core);
 
