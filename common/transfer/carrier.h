@@ -28,6 +28,9 @@ typedef struct pd_carrier_events {
     void (*received)(void *engine, const void *bytes, size_t len);
 } pd_carrier_events;
 
+/* The engine asks for no longer put: what a carrier that moves messages can send as one. */
+#define PD_CARRIER_PUT_BYTES_MAX (512u << 10)
+
 typedef struct pd_carrier_ops {
     const char *name;
     /* pool_bytes of options are for the caller; a carrier may keep more behind them. */
@@ -52,7 +55,8 @@ typedef struct pd_carrier_ops {
     /* Cuts the connection, whatever is under way; `closed` follows, unless the carrier hangs. */
     void (*close)(pd_carrier *carrier, pd_peer peer);
     /* Operations on an open peer. PD_OK: done already, the event does not follow; PD_E_AGAIN:
-     * started, the event follows; else failed. Ranges were checked. */
+     * started, the event follows; PD_E_OVERLOAD (not from flush): nothing was started, and fd will
+     * be readable when it may go again; else failed. Ranges were checked. */
     pd_status (*put)(pd_carrier *carrier, pd_peer peer, uint64_t source_offset,
                      uint64_t target_offset, uint64_t bytes, uint64_t token);
     /* Done when every put before it is at the target. */

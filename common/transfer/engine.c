@@ -41,8 +41,9 @@ typedef struct peer_record {
     peer_state state;
     uint32_t generation;
     pd_engine_event *event_up, *event_down, *event_closed; /* NULL once sent */
-    bool broken; /* set by the carrier; acted upon in the next turn */
-    bool opened; /* the same */
+    bool broken;       /* set by the carrier; acted upon in the next turn */
+    bool opened;       /* the same */
+    bool send_blocked; /* a notice found no room: it goes before any other put */
     pd_status open_status;
     char lane[64];
 
@@ -419,6 +420,12 @@ static bool op_refuse(pd_engine *engine, const pd_engine_op *op)
     return true;
 }
 
+static bool is_idle(const peer_record *peer)
+{
+    return peer->ops_head == NULL && peer->put_oldest == peer->put_next &&
+           peer->batches_head == NULL;
+}
+
 static bool drain_ops(pd_engine *engine)
 {
     bool any = false;
@@ -432,6 +439,8 @@ static bool drain_ops(pd_engine *engine)
         engine->nodes_free = node->next;
         node->next = NULL;
         peer_record *peer = &engine->peers[node->op.peer];
+        if (is_idle(peer))
+            peer->moved_ns = engine->now_ns;
         if (peer->ops_tail != NULL)
             peer->ops_tail->next = node;
         else
@@ -441,40 +450,36 @@ static bool drain_ops(pd_engine *engine)
     return any;
 }
 
-static bool is_idle(const peer_record *peer)
-{
-    return peer->put_oldest == peer->put_next && peer->batches_head == NULL;
-}
-
-static void start_put(pd_engine *engine, pd_peer index, const pd_engine_op *op)
+/* False: the carrier takes none now. */
+static bool start_put(pd_engine *engine, pd_peer index, const pd_engine_op *op)
 {
     peer_record *peer = &engine->peers[index];
     uint64_t start_ns = pd_clock_now_ns();
-    if (is_idle(peer))
-        peer->moved_ns = start_ns;
-    if (peer->first_put_ns == 0)
-        peer->first_put_ns = start_ns;
-    uint32_t number = peer->put_next++;
-    peer->put_bytes[number % engine->window] = op->bytes;
-    peer->bytes_in_flight += op->bytes;
+    uint32_t number = peer->put_next;
     pd_status status =
         engine->ops->put(engine->carrier, index, op->source_offset, op->target_offset, op->bytes,
                          token_of(engine, index, number));
-    peer->bytes += op->bytes;
-    /* a put that is done when its call returns was the copy itself */
-    if (status == PD_E_AGAIN)
+    /* a put that is done when its call returns was the copy itself, and not the beginning of one */
+    if (status != PD_OK)
         peer->post_ns += pd_clock_now_ns() - start_ns;
+    if (status == PD_E_OVERLOAD)
+        return false;
+    peer->put_next++;
+    peer->put_bytes[number % engine->window] = op->bytes;
+    peer->bytes_in_flight += op->bytes;
+    if (peer->first_put_ns == 0)
+        peer->first_put_ns = start_ns;
+    peer->bytes += op->bytes;
     if (status == PD_OK)
         put_is_done(engine, peer, number);
     else if (status != PD_E_AGAIN)
         peer->broken = true;
+    return true;
 }
 
 static void start_batch(pd_engine *engine, pd_peer index, pd_engine_batch *batch)
 {
     peer_record *peer = &engine->peers[index];
-    if (is_idle(peer))
-        peer->moved_ns = engine->now_ns;
     batch->next = NULL;
     batch->number = peer->batch_next++;
     batch->puts_until = peer->put_next;
@@ -502,33 +507,13 @@ static bool has_room(const pd_engine *engine, const peer_record *peer, uint64_t 
     return peer->bytes_in_flight == 0 || peer->bytes_in_flight + bytes <= BYTES_IN_FLIGHT_MAX;
 }
 
-static bool pump_ops(pd_engine *engine, pd_peer index)
-{
-    peer_record *peer = &engine->peers[index];
-    bool any = false;
-    while (peer->ops_head != NULL && !peer->broken) {
-        op_node *node = peer->ops_head;
-        if (node->op.kind == PD_ENGINE_PUT && !has_room(engine, peer, node->op.bytes))
-            break;
-        peer->ops_head = node->next;
-        if (peer->ops_head == NULL)
-            peer->ops_tail = NULL;
-        if (node->op.kind == PD_ENGINE_PUT)
-            start_put(engine, index, &node->op);
-        else
-            start_batch(engine, index, node->op.batch);
-        node_free(engine, node);
-        any = true;
-    }
-    return any;
-}
-
 /* A notice goes out when every put before it reported success and the flush after them is done:
  * either alone has been seen to say so too early. */
 static bool pump_batches(pd_engine *engine, pd_peer index)
 {
     peer_record *peer = &engine->peers[index];
     bool any = false;
+    peer->send_blocked = false;
     /* not one at a time: each message waits behind the puts that the carrier has queued already */
     for (pd_engine_batch *batch = peer->batches_head; batch != NULL; batch = batch->next) {
         if (batch->sending || batch->done)
@@ -538,10 +523,15 @@ static bool pump_batches(pd_engine *engine, pd_peer index)
         batch->sent->landed_ns = pd_clock_now_ns();
         if (batch->first_put_ns != 0)
             batch->sent->wire_ns = batch->sent->landed_ns - batch->first_put_ns;
-        any = true;
         batch->sending = true;
         pd_status status = engine->ops->send(engine->carrier, index, batch->message, batch->len,
                                              token_of(engine, index, batch->number));
+        if (status == PD_E_OVERLOAD) {
+            batch->sending = false;
+            peer->send_blocked = true;
+            break;
+        }
+        any = true;
         if (status == PD_E_AGAIN)
             continue;
         batch->sending = false;
@@ -550,6 +540,49 @@ static bool pump_batches(pd_engine *engine, pd_peer index)
             peer->broken = true;
     }
     batches_reap(engine, peer);
+    return any;
+}
+
+static uint64_t piece_bytes(const pd_engine_op *put)
+{
+    return put->bytes < PD_CARRIER_PUT_BYTES_MAX ? put->bytes : PD_CARRIER_PUT_BYTES_MAX;
+}
+
+/* A piece of the put, or what is left of it. False: it has to wait. */
+static bool pump_put(pd_engine *engine, pd_peer index, pd_engine_op *put)
+{
+    peer_record *peer = &engine->peers[index];
+    pd_engine_op piece = *put;
+    piece.bytes = piece_bytes(put);
+    if (!has_room(engine, peer, piece.bytes) || !start_put(engine, index, &piece))
+        return false;
+    put->source_offset += piece.bytes;
+    put->target_offset += piece.bytes;
+    put->bytes -= piece.bytes;
+    return true;
+}
+
+static bool pump_ops(pd_engine *engine, pd_peer index)
+{
+    peer_record *peer = &engine->peers[index];
+    bool any = false;
+    while (peer->ops_head != NULL && !peer->broken && !peer->send_blocked) {
+        op_node *node = peer->ops_head;
+        if (node->op.kind == PD_ENGINE_PUT && !pump_put(engine, index, &node->op))
+            break;
+        any = true;
+        if (node->op.kind == PD_ENGINE_PUT && node->op.bytes > 0)
+            continue;
+        peer->ops_head = node->next;
+        if (peer->ops_head == NULL)
+            peer->ops_tail = NULL;
+        if (node->op.kind == PD_ENGINE_NOTICE) {
+            start_batch(engine, index, node->op.batch);
+            /* at once, where its puts are done: more of them would fill what carries it */
+            pump_batches(engine, index);
+        }
+        node_free(engine, node);
+    }
     return any;
 }
 
@@ -576,8 +609,8 @@ static bool pump(pd_engine *engine, pd_peer index)
         any = true;
     }
     if (peer->state == PEER_UP) {
-        any |= pump_ops(engine, index);
         any |= pump_batches(engine, index);
+        any |= pump_ops(engine, index);
     }
     if (peer->state == PEER_OPENING || peer->state == PEER_UP) {
         bool busy = peer->state == PEER_OPENING || !is_idle(peer);

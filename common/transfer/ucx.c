@@ -1,20 +1,20 @@
-/* The UCX carrier: one-sided puts into memory that UCX itself allocated (messages on tcp), flush,
- * and an eager active message as notice. Everything runs on the engine's thread.
+/* The UCX carrier: one-sided puts into memory that UCX itself allocated, a flush, and a notice
+ * through a socket of our own (notice_socket.h); over tcp, where UCX has no one-sided put, blocks
+ * and notices are its eager active messages. Everything runs on the engine's thread.
  *
  * Settings are given to UCX's configuration object, not to the process' environment. UCX 1.13
- * accepts any key here and tells only later, by a warning, that nobody wanted it. Its tcp transport
- * knows its segment sizes by their short names here (UCX_TCP_TX_SEG_SIZE is the variable).
+ * accepts any key here and tells only later, by a warning, that nobody wanted it.
  *
- * Known weakness: over shared memory all senders of a receiver share one queue for notices. A
- * sender killed while it writes notices without pause once left a receiver (1 run in about 15)
- * without any further notice, from new senders too; the cause is suspected to be an entry that was
- * taken and never filled. Deadlines of the requests concerned still hold; the receiver has to be
- * restarted. Over tcp, UCX 1.13 aborts a receiver whose peer dies while the answer to its
- * connecting is still owed (ucp_request.c, "unexpected error"); the supervisor starts it anew. */
+ * Notices within a host do not go through UCX: all senders of a receiver share one queue of its
+ * there, and a sender killed between taking an entry and filling it leaves that queue stuck for
+ * everybody, for ever. Only when the socket cannot be reached (two network namespaces) do they. */
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/transfer/carrier.h"
+#include "common/transfer/lanes.h"
+#include "common/transfer/notice_socket.h"
+#include "common/transfer/senders.h"
 
 #include <net/if.h>
 #include <pthread.h>
@@ -23,23 +23,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <ucp/api/ucp.h>
 #include <ucs/debug/debug.h>
 #include <ucs/debug/log_def.h>
 #include <unistd.h>
 
-enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = 4096, HEADS = 4096, FENCED_MAX = 256 };
-
-/* Before a notice: whose it is, and by which of its links. */
-typedef struct link_head {
-    uint64_t sender; /* its incarnation */
-    uint64_t link;   /* the sender counts the links it opens */
-} link_head;
-_Static_assert(sizeof(link_head) == 16, "goes over the wire");
+enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = 4096 };
 
 /* Before the bytes of a put that goes as a message. */
 typedef struct data_head {
-    link_head from;
+    pd_link_head from;
     uint64_t offset; /* in the receiver's pool */
 } data_head;
 _Static_assert(sizeof(data_head) == 24, "goes over the wire");
@@ -49,8 +43,9 @@ typedef struct ucx_address {
     uint32_t worker_bytes;
     uint32_t rkey_bytes;
     uint64_t base; /* of the pool, in the peer's address space */
+    unsigned char socket[PD_NOTICE_SOCKET_NAME_BYTES]; /* all 0: none, over tcp only */
 } ucx_address;
-_Static_assert(sizeof(ucx_address) == 16, "goes over the wire");
+_Static_assert(sizeof(ucx_address) == 56, "goes over the wire");
 
 typedef struct ucx_peer {
     pd_carrier *carrier; /* for UCX's callbacks */
@@ -58,12 +53,11 @@ typedef struct ucx_peer {
     ucp_ep_h ep; /* NULL: not open */
     ucp_rkey_h rkey;
     uint64_t base;
-    link_head head;    /* of this link */
-    bool by_message;   /* over tcp: see put_by_message */
-    data_head *heads;  /* [HEADS] by put number; NULL until needed, kept for the next peer */
-    bool failed;       /* UCX reported an error: no further calls but closing */
-    bool probing;      /* open until the first put and its flush are done */
-    bool probe_put_ok; /* its put */
+    pd_link_head head;             /* of this link */
+    bool by_message;               /* over tcp: see put_by_message */
+    bool failed;                   /* UCX reported an error: no further calls but closing */
+    bool probing;                  /* open until the first put and its flush are done */
+    bool probe_put_ok;             /* its put */
     void *probe_put, *probe_flush; /* requests, or NULL */
     void *closing;                 /* request, or NULL */
 } ucx_peer;
@@ -78,16 +72,14 @@ struct pd_carrier {
     ucp_mem_h memory;
     unsigned char *pool; /* [pool_bytes rounded up to a page] then a page for probes */
     uint64_t pool_bytes;
-    int fd;
-    uint32_t watched;             /* peers that probe or close: progress looks after them */
-    ucx_peer *peers;              /* [peers_max] */
-    uint64_t incarnation;         /* ours; 0: none */
-    uint64_t fenced[FENCED_MAX];  /* senders whose bytes are dropped; the oldest is replaced */
-    uint64_t fenced_count;        /* ever */
-    uint64_t dropped;             /* messages of theirs, and of links that ended */
-    uint64_t links_opened;        /* ever, by us */
-    link_head newest[FENCED_MAX]; /* the newest link of each sender seen; the oldest is replaced */
-    uint64_t newest_count;        /* ever */
+    int fd;                   /* what is waited for: UCX's own, or it and the socket's together */
+    pd_notice_socket *socket; /* NULL with tcp alone */
+    int epoll_fd;             /* with a socket */
+    uint32_t watched;         /* peers that probe or close: progress looks after them */
+    ucx_peer *peers;          /* [peers_max] */
+    uint64_t incarnation;     /* ours; 0: none */
+    pd_senders senders;       /* to us */
+    uint64_t links_opened;    /* ever, by us */
     size_t address_bytes;
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
 };
@@ -162,7 +154,24 @@ static pd_status configure(ucp_config_t *config, const setting *settings, size_t
     return PD_OK;
 }
 
-#define COUNT(array) (sizeof(array) / sizeof *(array))
+/* A program built for one UCX and started with another one's libraries: their structures differ. */
+static pd_status check_version(void)
+{
+    unsigned major = 0, minor = 0, release = 0;
+    ucp_get_version(&major, &minor, &release);
+    if (major == UCP_API_MAJOR && minor == UCP_API_MINOR)
+        return PD_OK;
+    pd_log_error("msg=\"ucx: built for another version than the one that was loaded\" "
+                 "built=%u.%u loaded=%u.%u.%u",
+                 UCP_API_MAJOR, UCP_API_MINOR, major, minor, release);
+    return PD_E_MISMATCH;
+}
+
+/* 1.13 knows the settings of its tcp transport by their short names here, later ones by the
+ * variable's. */
+#define SENDS_AT_ONCE (UCP_API_MINOR < 14) /* see send_message */
+#define TCP_KEY(name) (UCP_API_MINOR < 14 ? (name) : "TCP_" name)
+#define COUNT(array)  (sizeof(array) / sizeof *(array))
 
 static pd_status configure_transport(ucp_config_t *config, const pd_transfer_options *options)
 {
@@ -177,8 +186,10 @@ static pd_status configure_transport(ucp_config_t *config, const pd_transfer_opt
     /* On tcp short keepalives of UCX's own keep the kernel from seeing a cut link: leave them. */
     const setting network[] = {
         {"NET_DEVICES", options->device == NULL ? "lo" : options->device},
-        {"TX_SEG_SIZE", "1m"},
-        {"RX_SEG_SIZE", "1m"},
+        {TCP_KEY("TX_SEG_SIZE"), "1m"},
+        {TCP_KEY("RX_SEG_SIZE"), "1m"},
+        /* no rendezvous: 1.22 prefers it early, and it is slower here (1.13 does not care) */
+        {"RNDV_THRESH", "inf"},
     };
     static const setting shm_lanes = {"TLS", "posix,sysv,cma,self"};
     /* without "self", so that a device that is down fails here and not at the first connection */
@@ -227,66 +238,55 @@ static pd_status init_context(pd_carrier *carrier, const pd_transfer_options *op
 
 /* ---- create ---- */
 
-/* A sender opens a link only when the one before is closed. What was still under way on that one
- * may come later all the same, over tcp: after words of the newer link it is no longer believed. */
-static bool of_an_old_link(pd_carrier *carrier, const link_head *head)
+/* head: its first head_len bytes; data: what follows. NULL: not all of it is here. */
+static void take_notice(pd_carrier *carrier, const void *head_bytes, size_t head_len,
+                        const void *data, size_t len)
 {
-    uint64_t count = carrier->newest_count < FENCED_MAX ? carrier->newest_count : FENCED_MAX;
-    if (head->sender == 0)
-        return false;
-    for (uint64_t i = 0; i < count; i++) {
-        link_head *newest = &carrier->newest[i];
-        if (newest->sender != head->sender)
-            continue;
-        if (head->link > newest->link)
-            newest->link = head->link;
-        return head->link < newest->link;
+    pd_link_head head = {0};
+    if (head_len == sizeof head)
+        memcpy(&head, head_bytes, sizeof head);
+    if (pd_senders_is_old(&carrier->senders, &head)) {
+        pd_senders_dropped(&carrier->senders, &head, len);
+        return;
     }
-    carrier->newest[carrier->newest_count++ % FENCED_MAX] = *head;
-    return false;
-}
-
-static void count_dropped(pd_carrier *carrier, uint64_t sender, size_t len)
-{
-    carrier->dropped++; /* the first, then ever fewer are told of */
-    if ((carrier->dropped & (carrier->dropped - 1)) == 0)
-        pd_log_info("msg=\"transfer: dropped what came of a sender or link that is gone\" "
-                    "sender=%016llx bytes=%zu dropped=%llu",
-                    (unsigned long long)sender, len, (unsigned long long)carrier->dropped);
+    /* Length 0 is malformed, as the engine will say. */
+    bool here = data != NULL && head_len == sizeof head;
+    carrier->events->received(carrier->engine, data, here ? len : 0);
 }
 
 static ucs_status_t on_notice(void *arg, const void *header, size_t header_len, void *data,
                               size_t len, const ucp_am_recv_param_t *param)
 {
-    pd_carrier *carrier = arg;
-    link_head head = {0};
-    if (header_len == sizeof head)
-        memcpy(&head, header, sizeof head);
-    if (of_an_old_link(carrier, &head)) {
-        count_dropped(carrier, head.sender, len);
-        return UCS_OK;
-    }
-    /* notices are sent eagerly; a rendezvous would need a receive, and nobody of ours asks for it.
-     * Length 0 is malformed, as the engine will say. */
-    bool here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0 && header_len == sizeof head;
-    carrier->events->received(carrier->engine, data, here ? len : 0);
+    /* Notices are sent eagerly; a rendezvous would need a receive, and nobody of ours asks for it.
+     */
+    bool here = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0;
+    take_notice(arg, header, header_len, here ? data : NULL, len);
     return UCS_OK;
 }
 
-static bool is_fenced(const pd_carrier *carrier, uint64_t sender)
+static void on_socket_message(void *ctx, const void *bytes, size_t len)
 {
-    uint64_t count = carrier->fenced_count < FENCED_MAX ? carrier->fenced_count : FENCED_MAX;
-    for (uint64_t i = 0; i < count; i++) {
-        if (carrier->fenced[i] == sender)
-            return true;
-    }
-    return false;
+    size_t head_len = len < sizeof(pd_link_head) ? len : sizeof(pd_link_head);
+    take_notice(ctx, bytes, head_len, (const unsigned char *)bytes + head_len, len - head_len);
+}
+
+static void on_socket_broken(void *ctx, pd_peer index)
+{
+    pd_carrier *carrier = ctx;
+    pd_log_debug("msg=\"transfer: a peer's process has ended\" peer=%u", index);
+    carrier->peers[index].failed = true;
+    carrier->events->broken(carrier->engine, index);
 }
 
 static void fence(pd_carrier *carrier, uint64_t incarnation)
 {
-    if (!is_fenced(carrier, incarnation))
-        carrier->fenced[carrier->fenced_count++ % FENCED_MAX] = incarnation;
+    enum { TURNS_MAX = 1000 };
+    /* what it has said before its end is heard before; a dead one's socket runs dry */
+    for (int i = 0; carrier->socket != NULL && i < TURNS_MAX; i++) {
+        if (!pd_notice_socket_progress(carrier->socket))
+            break;
+    }
+    pd_senders_fence(&carrier->senders, incarnation);
 }
 
 /* The sender checked the range, but it is another process. UCX has all of a message when it calls
@@ -303,8 +303,9 @@ static ucs_status_t on_data(void *arg, const void *header, size_t header_len, vo
         pd_log_warn("msg=\"transfer: dropped bytes that are not for this pool\" bytes=%zu", len);
         return UCS_OK;
     }
-    if (is_fenced(carrier, head.from.sender) || of_an_old_link(carrier, &head.from)) {
-        count_dropped(carrier, head.from.sender, len);
+    if (pd_senders_is_fenced(&carrier->senders, head.from.sender) ||
+        pd_senders_is_old(&carrier->senders, &head.from)) {
+        pd_senders_dropped(&carrier->senders, &head.from, len);
         return UCS_OK;
     }
     memcpy(carrier->pool + head.offset, data, len);
@@ -424,6 +425,8 @@ static pd_status init_address(pd_carrier *carrier)
             .rkey_bytes = (uint32_t)rkey_bytes,
             .base = (uintptr_t)carrier->pool,
         };
+        if (carrier->socket != NULL)
+            memcpy(head.socket, pd_notice_socket_name(carrier->socket), sizeof head.socket);
         memcpy(carrier->address, &head, sizeof head);
         memcpy(carrier->address + sizeof head, worker, worker_bytes);
         memcpy(carrier->address + sizeof head + worker_bytes, rkey, rkey_bytes);
@@ -444,16 +447,42 @@ static void destroy(pd_carrier *carrier)
         if (carrier->peers[i].rkey != NULL && carrier->peers[i].ep == NULL)
             ucp_rkey_destroy(carrier->peers[i].rkey);
     }
+    pd_notice_socket_destroy(carrier->socket);
+    if (carrier->epoll_fd >= 0)
+        close(carrier->epoll_fd);
     if (carrier->worker != NULL)
         ucp_worker_destroy(carrier->worker);
     if (carrier->memory != NULL)
         ucp_mem_unmap(carrier->context, carrier->memory);
     if (carrier->context != NULL)
         ucp_cleanup(carrier->context);
-    for (pd_peer i = 0; carrier->peers != NULL && i < carrier->peers_max; i++)
-        pd_free(carrier->peers[i].heads);
     pd_free(carrier->peers);
     pd_free(carrier);
+}
+
+static const pd_notice_socket_events socket_events = {
+    .received = on_socket_message,
+    .broken = on_socket_broken,
+};
+
+/* One descriptor to wait for: UCX's and the socket's behind an epoll of ours. */
+static pd_status init_socket(pd_carrier *carrier)
+{
+    struct epoll_event ucx = {.events = EPOLLIN}, own = {.events = EPOLLIN};
+    pd_status status =
+        pd_notice_socket_create(carrier->peers_max, &socket_events, carrier, &carrier->socket);
+    if (status != PD_OK)
+        return status;
+    carrier->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (carrier->epoll_fd < 0 ||
+        epoll_ctl(carrier->epoll_fd, EPOLL_CTL_ADD, carrier->fd, &ucx) != 0 ||
+        epoll_ctl(carrier->epoll_fd, EPOLL_CTL_ADD, pd_notice_socket_fd(carrier->socket), &own) !=
+            0) {
+        pd_log_error("msg=\"transfer: epoll failed: %m\"");
+        return PD_E_IO;
+    }
+    carrier->fd = carrier->epoll_fd;
+    return PD_OK;
 }
 
 static pd_status create(const pd_transfer_options *options, const pd_carrier_events *events,
@@ -467,13 +496,16 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     carrier->engine = engine;
     carrier->peers_max = options->peers_max;
     carrier->incarnation = options->incarnation;
+    carrier->epoll_fd = -1;
     strncpy(carrier->transport, options->transport, sizeof carrier->transport - 1);
     carrier->peers = pd_calloc(options->peers_max, sizeof *carrier->peers);
-    pd_status status = carrier->peers == NULL ? PD_E_NOMEM : PD_OK;
+    pd_status status = carrier->peers == NULL ? PD_E_NOMEM : check_version();
     if (status == PD_OK)
         status = init_context(carrier, options);
     if (status == PD_OK)
         status = init_worker(carrier);
+    if (status == PD_OK && strcmp(carrier->transport, "tcp") != 0)
+        status = init_socket(carrier);
     if (status == PD_OK)
         status = init_pool(carrier, options->pool_bytes);
     if (status == PD_OK)
@@ -507,19 +539,7 @@ static int fd(const pd_carrier *carrier)
 
 /* ---- lanes ---- */
 
-static void lane_add(char *lane, size_t size, const char *name, size_t name_len)
-{
-    size_t len = strlen(lane);
-    char plain[16];
-    snprintf(plain, sizeof plain, "%.*s", (int)name_len, name);
-    if (strstr(lane, plain) != NULL || len + strlen(plain) + 2 > size)
-        return;
-    snprintf(lane + len, size - len, "%s%s", len == 0 ? "" : "+", plain);
-}
-
-/* UCX 1.13 tells which transports a connection uses only as text:
- *   #   lane[0]:  1:sysv/memory.0 md[1]  -> md[1]/sysv/sysdev[255] am am_bw#0 keepalive
- * Collects "sysv+posix". PD_E_INTERNAL when the text is not as known. */
+/* UCX 1.13 tells only as text which transports a connection uses. */
 static pd_status read_lanes(ucp_ep_h ep, char *lane, size_t size)
 {
     char *text = NULL;
@@ -529,16 +549,9 @@ static pd_status read_lanes(ucp_ep_h ep, char *lane, size_t size)
         return PD_E_NOMEM;
     ucp_ep_print_info(ep, stream);
     fclose(stream);
-    lane[0] = '\0';
-    for (const char *at = text; text != NULL && (at = strstr(at, "lane[")) != NULL; at++) {
-        const char *name = strstr(at, "]:");
-        name = name == NULL ? NULL : strchr(name + 2, ':');
-        const char *end = name == NULL ? NULL : strchr(name, '/');
-        if (end != NULL && end - name < 16)
-            lane_add(lane, size, name + 1, (size_t)(end - name - 1));
-    }
+    pd_status status = pd_lanes_read(text == NULL ? "" : text, lane, size);
     free(text); /* the C library's, not ours */
-    return lane[0] == '\0' ? PD_E_INTERNAL : PD_OK;
+    return status;
 }
 
 /* Is the connection made of what was asked for? */
@@ -603,14 +616,24 @@ static ucs_status_t make_endpoint(pd_carrier *carrier, ucx_peer *peer, const voi
         .err_handler = {.cb = on_error, .arg = peer},
     };
     ucs_status_t ucs = ucp_ep_create(carrier->worker, &params, &peer->ep);
-    if (ucs != UCS_OK) {
-        peer->ep = NULL;
-        return ucs;
-    }
-    ucs = ucp_ep_rkey_unpack(peer->ep, worker + head->worker_bytes, &peer->rkey);
     if (ucs != UCS_OK)
-        peer->rkey = NULL;
+        peer->ep = NULL;
     return ucs;
+}
+
+/* Over tcp no put of UCX's own is used, and the key must not even be unpacked: there that asks the
+ * peer for its endpoint's number, and UCX 1.13 aborts a peer that owes this answer to a process
+ * that has died (ucp_request.c:684, "got REP message"). Without it nobody answers anything. */
+static pd_status unpack_key(ucx_peer *peer, const void *bytes, const ucx_address *head)
+{
+    const unsigned char *worker = (const unsigned char *)bytes + sizeof *head;
+    ucs_status_t ucs = ucp_ep_rkey_unpack(peer->ep, worker + head->worker_bytes, &peer->rkey);
+    if (ucs == UCS_OK)
+        return PD_OK;
+    peer->rkey = NULL;
+    pd_log_error("msg=\"transfer: a peer's key to its pool cannot be used: %s\" peer=%u",
+                 ucs_status_string(ucs), peer->index);
+    return PD_E_PEER;
 }
 
 /* A request that UCX made: its state, and its end. */
@@ -677,6 +700,19 @@ static void probe_progress(pd_carrier *carrier, ucx_peer *peer)
         probe_end(carrier, peer, PD_OK);
 }
 
+static pd_status open_socket(pd_carrier *carrier, const ucx_peer *peer, const ucx_address *head)
+{
+    static const unsigned char none[PD_NOTICE_SOCKET_NAME_BYTES];
+    if (carrier->socket == NULL || memcmp(head->socket, none, sizeof none) == 0)
+        return PD_OK;
+    pd_status status = pd_notice_socket_open(carrier->socket, peer->index, head->socket);
+    if (status == PD_E_PEER)
+        pd_log_warn("msg=\"transfer: the peer's socket for notices cannot be reached from here; "
+                    "they go through UCX\" peer=%u",
+                    peer->index);
+    return status == PD_E_PEER ? PD_OK : status;
+}
+
 static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
                            uint64_t peer_pool_bytes)
 {
@@ -684,7 +720,6 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     ucx_address head;
     *peer = (ucx_peer){.carrier = carrier,
                        .index = index,
-                       .heads = peer->heads,
                        .head = {.sender = carrier->incarnation, .link = ++carrier->links_opened}};
     if (read_address(bytes, len, &head) != PD_OK) {
         pd_log_error("msg=\"ucx: a peer's address is malformed\" bytes=%zu", len);
@@ -703,10 +738,12 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     if (status != PD_OK)
         return status;
     peer->by_message = strstr(lane, "tcp") != NULL;
-    if (peer->by_message && peer->heads == NULL)
-        peer->heads = pd_calloc(HEADS, sizeof *peer->heads);
-    if (peer->by_message && peer->heads == NULL)
-        return PD_E_NOMEM;
+    if (!peer->by_message)
+        status = unpack_key(peer, bytes, &head);
+    if (status == PD_OK && !peer->by_message)
+        status = open_socket(carrier, peer, &head);
+    if (status != PD_OK)
+        return status;
     return start_probe(carrier, peer, peer_pool_bytes);
 }
 
@@ -735,6 +772,8 @@ static void close_peer(pd_carrier *carrier, pd_peer index)
     }
     drop_request(&peer->probe_put);
     drop_request(&peer->probe_flush);
+    if (carrier->socket != NULL)
+        pd_notice_socket_close(carrier->socket, index);
     if (peer->ep == NULL) {
         close_end(carrier, peer);
         return;
@@ -766,6 +805,8 @@ static void close_progress(pd_carrier *carrier, ucx_peer *peer)
 static bool progress(pd_carrier *carrier)
 {
     bool any = ucp_worker_progress(carrier->worker) != 0;
+    if (carrier->socket != NULL)
+        any |= pd_notice_socket_progress(carrier->socket);
     for (pd_peer i = 0; carrier->watched != 0 && i < carrier->peers_max; i++) {
         ucx_peer *peer = &carrier->peers[i];
         uint32_t before = carrier->watched;
@@ -823,6 +864,33 @@ static void on_send(void *request, ucs_status_t status, void *token)
     thread_carrier->events->send_done(thread_carrier->engine, (uintptr_t)token, status_of(status));
 }
 
+/* With 1.13 a message is with the kernel, or in UCX's own buffer, when this returns, or not sent at
+ * all: only such a one goes without UCX asking the peer for its endpoint's number first (see
+ * unpack_key). Later ones are asynchronous: they send nothing longer at once, and can copy the
+ * head. */
+static pd_status send_message(ucx_peer *peer, unsigned id, const void *head, size_t head_len,
+                              const void *bytes, size_t len, ucp_send_nbx_callback_t done,
+                              uint64_t token)
+{
+    enum { COPY_HEADER = 1 << 3 }; /* UCP_AM_SEND_FLAG_COPY_HEADER, where there is one */
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL,
+        .flags = UCP_AM_SEND_FLAG_EAGER,
+    };
+    if (!SENDS_AT_ONCE) {
+        param.op_attr_mask =
+            UCP_OP_ATTR_FIELD_FLAGS | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+        param.flags |= COPY_HEADER;
+        param.cb.send = done;
+        param.user_data = (void *)(uintptr_t)token;
+    }
+    thread_carrier = peer->carrier;
+    ucs_status_ptr_t result = ucp_am_send_nbx(peer->ep, id, head, head_len, bytes, len, &param);
+    if (UCS_PTR_IS_ERR(result) && UCS_PTR_STATUS(result) == UCS_ERR_NO_RESOURCE)
+        return PD_E_OVERLOAD;
+    return started(result);
+}
+
 /* UCX has no one-sided put over tcp: it sends a message and has the target answer it, and in 1.13
  * the target's process is ended ("Fatal: unexpected error") when it has to answer a sender that has
  * died. So the bytes go as messages of our own, which nobody answers. They and the notice after
@@ -830,17 +898,9 @@ static void on_send(void *request, ucs_status_t status, void *token)
 static pd_status put_by_message(pd_carrier *carrier, ucx_peer *peer, uint64_t source_offset,
                                 uint64_t target_offset, uint64_t bytes, uint64_t token)
 {
-    data_head *head = &peer->heads[(uint32_t)token % HEADS];
-    *head = (data_head){.from = peer->head, .offset = target_offset};
-    ucp_request_param_t param = {
-        .op_attr_mask =
-            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
-        .flags = UCP_AM_SEND_FLAG_EAGER,
-        .cb.send = on_put,
-        .user_data = (void *)(uintptr_t)token,
-    };
-    return started(ucp_am_send_nbx(peer->ep, DATA_AM_ID, head, sizeof *head,
-                                   carrier->pool + source_offset, bytes, &param));
+    data_head head = {.from = peer->head, .offset = target_offset};
+    return send_message(peer, DATA_AM_ID, &head, sizeof head, carrier->pool + source_offset, bytes,
+                        on_put, token);
 }
 
 static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
@@ -868,6 +928,8 @@ static pd_status flush(pd_carrier *carrier, pd_peer index, uint64_t token)
     ucx_peer *peer = &carrier->peers[index];
     if (peer->failed)
         return PD_E_PEER;
+    if (peer->by_message && SENDS_AT_ONCE) /* the notice follows the bytes in the same stream */
+        return PD_OK;
     thread_carrier = carrier;
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
@@ -877,13 +939,9 @@ static pd_status flush(pd_carrier *carrier, pd_peer index, uint64_t token)
     return started(ucp_ep_flush_nbx(peer->ep, &param));
 }
 
-static pd_status send_notice(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
-                             uint64_t token)
+static pd_status send_by_ucx(ucx_peer *peer, const void *bytes, size_t len, uint64_t token)
 {
-    ucx_peer *peer = &carrier->peers[index];
-    if (peer->failed)
-        return PD_E_PEER;
-    thread_carrier = carrier;
+    thread_carrier = peer->carrier;
     ucp_request_param_t param = {
         .op_attr_mask =
             UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
@@ -893,6 +951,21 @@ static pd_status send_notice(pd_carrier *carrier, pd_peer index, const void *byt
     };
     return started(ucp_am_send_nbx(peer->ep, NOTICE_AM_ID, &peer->head, sizeof peer->head, bytes,
                                    len, &param));
+}
+
+static pd_status send_notice(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
+                             uint64_t token)
+{
+    ucx_peer *peer = &carrier->peers[index];
+    if (peer->failed)
+        return PD_E_PEER;
+    if (peer->by_message)
+        return send_message(peer, NOTICE_AM_ID, &peer->head, sizeof peer->head, bytes, len, on_send,
+                            token);
+    if (carrier->socket != NULL && pd_notice_socket_is_open(carrier->socket, index))
+        return pd_notice_socket_send(carrier->socket, index, &peer->head, sizeof peer->head, bytes,
+                                     len);
+    return send_by_ucx(peer, bytes, len, token);
 }
 
 const pd_carrier_ops pd_carrier_ucx = {

@@ -342,31 +342,6 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
     w->ops->on_message(w->core, w->router, message, now_ns);
 }
 
-/* A role that has no on_group: what its slices say leaves group by group. */
-static void ship_slices(worker *w, pd_step *step, uint32_t group)
-{
-    for (uint32_t i = 0; i < step->slices_count; i++) {
-        pd_step_slice *slice = &step->slices[i];
-        if (slice->ship.count == 0 || slice->ship_status != PD_OK)
-            continue;
-        slice->ship_status =
-            pd_ship_post(w->setup.shipper, &(pd_shipment){
-                                               .peer = slice->ship.peer,
-                                               .ticket = slice->ship.ticket,
-                                               .key = slice->ship.key,
-                                               .receiver = slice->ship.receiver,
-                                               .group_first = group,
-                                               .groups = 1,
-                                               .first = slice->ship.first,
-                                               .count = slice->ship.count,
-                                               .sources = slice->ship.sources,
-                                               .targets = slice->ship.targets,
-                                               .valid_tokens = slice->ship.valid_tokens,
-                                           });
-        slice->notices_posted += slice->ship_status == PD_OK;
-    }
-}
-
 static void take_groups(worker *w)
 {
     group_done done;
@@ -374,8 +349,6 @@ static void take_groups(worker *w)
     while (pd_queue_pop(w->groups, &done) == PD_OK) {
         if (w->ops->on_group != NULL)
             w->ops->on_group(w->core, done.step, done.group, pd_clock_now_ns());
-        else
-            ship_slices(w, done.step, done.group);
     }
 }
 

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -171,6 +172,23 @@ static pd_status make_tiles(pd_worker_setup *setup)
     return status;
 }
 
+/* For tests alone, so two variables have to say so. */
+static pd_status read_faults(pd_ship_faults *faults_out)
+{
+    const char *text = getenv("KVFERRY_FAULTS"), *allowed = getenv("KVFERRY_ALLOW_FAULTS");
+
+    if (text != NULL && *text != '\0') {
+        if (allowed == NULL || strcmp(allowed, "1") != 0) {
+            pd_log_error("msg=\"KVFERRY_FAULTS makes shipped blocks wrong: without "
+                         "KVFERRY_ALLOW_FAULTS=1 that is a mistake\" faults=%s",
+                         text);
+            return PD_E_INVALID;
+        }
+        pd_log_warn("msg=\"shipped blocks are made wrong on purpose\" faults=%s", text);
+    }
+    return pd_ship_faults_parse(text, faults_out);
+}
+
 pd_status pd_worker_setup_open(pd_worker_setup *setup)
 {
     const pd_worker_options *options = setup->options;
@@ -202,6 +220,10 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
                      engine.device);
         return status;
     }
+    pd_ship_faults faults;
+    status = read_faults(&faults);
+    if (status != PD_OK)
+        return status;
     pd_shipper_options shipper = {
         .transfer = setup->transfer,
         .layout = &setup->layout,
@@ -209,6 +231,7 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
         .peers_max = PD_WORKER_PEERS_MAX,
         .seals = setup->deployment.transfer.seals,
         .tiles = setup->tiles,
+        .faults = faults,
     };
     status = pd_ship_create(&shipper, &setup->shipper);
     if (status != PD_OK) {

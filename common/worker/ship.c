@@ -55,6 +55,8 @@ typedef struct part {
     uint32_t put_group, put_block; /* where posting goes on; relative to the part */
     uint32_t slot, puts;
     uint64_t bytes, post_ns;
+    pd_ship_fault fault; /* what goes wrong on purpose, and with which block of the part */
+    uint32_t fault_group, fault_block;
 } part;
 
 typedef struct peer_queue {
@@ -502,6 +504,95 @@ static uint32_t run_length(const shipment *s, uint32_t from, uint32_t end)
     return count;
 }
 
+/* ---- faults on purpose ---- */
+
+static void part_choose_fault(pd_shipper *shipper, part *p)
+{
+    pd_ship_faults *faults = &shipper->options.faults;
+    const pd_shipment *what = &p->of->what;
+
+    p->fault = pd_ship_faults_next(faults);
+    if (p->fault == PD_SHIP_FAULT_NONE)
+        return;
+    uint64_t luck = pd_mix64(faults->parts);
+    p->fault_group = (uint32_t)(luck % p->groups);
+    p->fault_block = (uint32_t)((luck >> 32) % p->blocks);
+    pd_log_warn("msg=\"fault\" kind=%s router=%016llx request=%llu epoch=%u group=%u block=%u",
+                pd_ship_fault_name(p->fault), (unsigned long long)what->key.router,
+                (unsigned long long)what->key.number, what->key.epoch,
+                what->group_first + p->group + p->fault_group,
+                what->first + p->block + p->fault_block);
+}
+
+/* How many of the run's blocks go as usual; 0: its first block is the one that a fault is for. */
+static uint32_t run_before_fault(const part *p, uint32_t count)
+{
+    bool writes = p->fault == PD_SHIP_FAULT_BIT || p->fault == PD_SHIP_FAULT_OTHER ||
+                  p->fault == PD_SHIP_FAULT_MISSING;
+
+    if (!writes || p->put_group != p->fault_group || p->fault_block < p->put_block ||
+        p->fault_block >= p->put_block + count)
+        return count;
+    return p->fault_block - p->put_block;
+}
+
+/* A block of the pool with other bytes than that one, or that one if there is none. */
+static pd_block another_block(const pd_shipper *shipper, uint32_t group, pd_block block)
+{
+    const pd_kv_layout *layout = shipper->options.layout;
+    const unsigned char *pool = pd_transfer_pool(shipper->options.transfer);
+    const unsigned char *own = pool + pd_kv_layout_block_offset(layout, group, block);
+
+    for (uint32_t i = 1; i < layout->blocks; i++) {
+        pd_block other = (block + i) % layout->blocks;
+        const unsigned char *bytes = pool + pd_kv_layout_block_offset(layout, group, other);
+        /* the first token's key is valid whatever the count */
+        if (memcmp(own, bytes, layout->token_bytes) != 0)
+            return other;
+    }
+    return block;
+}
+
+/* Writes over one byte of the target, within the first token, with a byte of this pool that differs
+ * in one bit. */
+static pd_status put_flipped(pd_shipper *shipper, pd_peer peer, const part *p, uint64_t source,
+                             uint64_t target, uint64_t bytes)
+{
+    const unsigned char *pool = pd_transfer_pool(shipper->options.transfer);
+    const unsigned char *own = pool + source;
+    uint64_t near = shipper->options.layout->token_bytes;
+
+    for (uint64_t at = 0; at < near; at++) {
+        for (uint64_t i = 0; i < bytes; i++) {
+            unsigned differs = own[at] ^ own[i];
+            if (differs != 0 && (differs & (differs - 1)) == 0)
+                return pd_transfer_put(shipper->options.transfer, peer, p->slot + 1, source + i,
+                                       target + at, 1);
+        }
+    }
+    return PD_OK; /* all bytes alike: nothing to flip with */
+}
+
+static pd_status put_faulty(pd_shipper *shipper, pd_peer peer, const part *p, uint32_t group,
+                            uint64_t source, uint64_t target)
+{
+    uint64_t bytes = pd_kv_layout_block_bytes(shipper->options.layout, group);
+
+    if (p->fault == PD_SHIP_FAULT_MISSING)
+        return PD_OK;
+    if (p->fault == PD_SHIP_FAULT_OTHER)
+        source = pd_kv_layout_block_offset(
+            shipper->options.layout, group,
+            another_block(shipper, group, p->of->what.sources[p->block + p->put_block]));
+    pd_status status =
+        pd_transfer_put(shipper->options.transfer, peer, p->slot + 1, source, target, bytes);
+    if (status == PD_OK && p->fault == PD_SHIP_FAULT_BIT)
+        status = put_flipped(shipper, peer, p, source, target, bytes);
+    return status;
+}
+
+/* ---- posting ---- */
+
 /* Posts the part's puts from where it stopped. */
 static pd_status part_put(pd_shipper *shipper, pd_peer peer, part *p)
 {
@@ -515,16 +606,18 @@ static pd_status part_put(pd_shipper *shipper, pd_peer peer, part *p)
         uint64_t block_bytes = pd_kv_layout_block_bytes(ours, group);
         while (p->put_block < p->blocks) {
             uint32_t from = p->block + p->put_block;
-            uint32_t count = run_length(s, from, p->block + p->blocks);
+            uint32_t count = run_before_fault(p, run_length(s, from, p->block + p->blocks));
             uint64_t source = pd_kv_layout_block_offset(ours, group, s->what.sources[from]);
             uint64_t target = pd_kv_layout_block_offset(&theirs, group, s->what.targets[from]);
-            pd_status status = pd_transfer_put(shipper->options.transfer, peer, p->slot + 1, source,
-                                               target, count * block_bytes);
+            pd_status status = count == 0
+                                   ? put_faulty(shipper, peer, p, group, source, target)
+                                   : pd_transfer_put(shipper->options.transfer, peer, p->slot + 1,
+                                                     source, target, count * block_bytes);
             if (status != PD_OK)
                 return status;
             p->puts++;
             shipper->ops_out++;
-            p->put_block += count;
+            p->put_block += count == 0 ? 1 : count;
         }
     }
     return PD_OK;
@@ -542,7 +635,8 @@ static void part_seal(const pd_shipper *shipper, const part *p, uint32_t last_va
         for (uint32_t i = p->block; i < p->block + p->blocks; i++) {
             pd_seal_place place = {
                 .request = pd_ship_seal_request(&what->key),
-                .epoch = what->key.epoch,
+                .epoch = what->key.epoch - (p->fault == PD_SHIP_FAULT_EPOCH &&
+                                            g == p->fault_group && i == p->block + p->fault_block),
                 .group = what->group_first + p->group + g,
                 .block_index = what->first + i,
                 .valid_tokens = i + 1 == p->block + p->blocks ? last_valid : layout->block_tokens,
@@ -579,6 +673,10 @@ static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
         part_seal(shipper, p, notice.valid_tokens, seals);
         shipper->stats.seal_ns += pd_clock_now_ns() - start_ns;
     }
+    if (p->fault == PD_SHIP_FAULT_COUNT)
+        notice.valid_tokens = notice.valid_tokens > 1 ? notice.valid_tokens - 1 : 2;
+    if (p->fault == PD_SHIP_FAULT_NOTICE)
+        return pd_transfer_notice(shipper->options.transfer, peer, p->slot + 1, NULL, 0);
     return notice_post(shipper, peer, p->slot + 1, &notice);
 }
 
@@ -630,6 +728,7 @@ static void current_begin(pd_shipper *shipper, peer_queue *peer, const part *p)
 
     peer->current = *p;
     peer->current.slot = shipper->parts_free;
+    part_choose_fault(shipper, &peer->current);
     peer->in_flight_bytes += p->bytes;
     shipper->work++;
     s->block += p->blocks;

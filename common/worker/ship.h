@@ -14,6 +14,7 @@
  * PD_TRANSFER_SENT to pd_ship_sent, and takes what has ended from pd_ship_poll. */
 
 #include "common/kv/seal.h"
+#include "common/worker/ship_faults.h"
 #include "common/worker/step.h"
 
 typedef struct pd_shipper pd_shipper;
@@ -25,6 +26,7 @@ typedef struct pd_shipper_options {
     uint32_t peers_max;           /* the transfer's */
     bool seals;                   /* notices carry seals */
     const pd_seal_tiles *tiles;   /* for seals; NULL: they are made from the bytes */
+    pd_ship_faults faults;        /* all 0: none */
     uint32_t shipments_max;       /* that wait or are on their way; 0: 4096 */
     uint64_t credit_bytes;        /* posted and not landed, a peer; 0: 8 MiB */
     uint64_t quantum_bytes;       /* of a ticket's turn while others wait; 0: 1 MiB */

@@ -10,19 +10,6 @@
 #include "common/transfer/transfer.h"
 #include "common/wire/notice.h"
 
-/* Blocks of a prompt that leave as each layer group of the step is finished. */
-typedef struct pd_ship {
-    pd_peer peer;    /* the link of the transfer that carries them */
-    uint64_t ticket; /* the request's: comes back in PD_TRANSFER_SENT */
-    pd_request_key key;
-    uint64_t receiver;       /* the decode worker's incarnation */
-    uint32_t first;          /* index of the first block in the prompt */
-    uint32_t count;          /* 0: the slice ships nothing */
-    const pd_block *sources; /* [count] in the own pool */
-    const pd_block *targets; /* [count] in the receiver's pool */
-    uint32_t valid_tokens;   /* of the last block: fewer than a block's at a prompt's end */
-} pd_ship;
-
 /* Tokens of one sequence. Attention sees all positions before, through the block table. */
 typedef struct pd_step_slice {
     void *request;          /* the core's own */
@@ -33,11 +20,8 @@ typedef struct pd_step_slice {
     const pd_block *blocks; /* table from position 0, covers position + count */
     bool want_token;        /* sample after the last token */
     pd_sampling sampling;
-    pd_ship ship;
     /* results */
-    uint32_t token_out;      /* want_token: the sampled token */
-    uint32_t notices_posted; /* of the ship: so many PD_TRANSFER_SENT come for its ticket */
-    pd_status ship_status;   /* not PD_OK: some part of the ship was never posted */
+    uint32_t token_out; /* want_token: the sampled token */
 } pd_step_slice;
 
 typedef struct pd_step {
@@ -82,7 +66,5 @@ typedef struct pd_checked {
     uint32_t bad_group, bad_block; /* the first that does not match; block as in the request */
 } pd_checked;
 
-/* Notices that a ship of count blocks takes: one a layer group and PD_NOTICE_BLOCKS_MAX blocks. */
-uint32_t pd_ship_notices(uint32_t count, uint32_t groups);
 /* The request's part of a seal's place (common/kv/seal): of all routers, one number. */
 uint64_t pd_ship_seal_request(const pd_request_key *key);
