@@ -488,9 +488,11 @@ void router_cluster_take_time(router_cluster *cluster, uint64_t now_ns)
         router_worker *worker = &cluster->workers[i];
         worker->heard_ns =
             worker->heard_ns + late_ns < now_ns ? worker->heard_ns + late_ns : now_ns;
-        if (worker->cut_ns != 0)
-            worker->cut_ns = worker->cut_ns + late_ns < now_ns ? worker->cut_ns + late_ns : now_ns;
+        worker->cut_ns = 0;
     }
+    /* Workers whose router does not answer close their connections to it, and need a moment to make
+     * others. */
+    cluster->absent_ns = now_ns + cluster->config->lost_after_ns;
     pd_log_warn("msg=\"this router stood still\" late_ms=%" PRIu64,
                 (uint64_t)(late_ns / PD_NS_PER_MS));
 }
@@ -507,7 +509,8 @@ void router_cluster_on_cut(router_cluster *cluster, const char *identity, uint64
     uint32_t slot = router_cluster_by_identity(cluster, identity);
     if (slot == ROUTER_NO_WORKER)
         return;
-    cluster->workers[slot].cut_ns = now_ns == 0 ? 1 : now_ns;
+    if (now_ns >= cluster->absent_ns)
+        cluster->workers[slot].cut_ns = now_ns == 0 ? 1 : now_ns;
     pd_log_info("msg=\"a worker's connection ended\" worker=%s", cluster->workers[slot].hello.name);
 }
 

@@ -52,6 +52,7 @@ typedef struct router_cluster {
     uint32_t count;
     uint32_t slots_used; /* slots at and beyond were never used */
     uint64_t beat_ns;    /* next heartbeat to the workers */
+    uint64_t absent_ns;  /* until then a cut connection may be this router's own doing */
     uint64_t registered, refused, lost;
     uint64_t dead[ROUTER_DEAD_MAX]; /* incarnations that ended, a ring */
     char dead_names[ROUTER_DEAD_MAX][PD_NAME_BYTES];

@@ -531,8 +531,9 @@ void router_requests_on_decode_failed(router_requests *t, uint32_t slot,
     snprintf(why, sizeof why, "decode worker %s failed: %s%s%.140s%s%s", name_of(t, slot),
              pd_status_name(failed->status), failed->reason[0] == '\0' ? "" : ": ", failed->reason,
              seal ? ", sent by " : "", seal ? name_of(t, r->prefill) : "");
-    if (seal) { /* what it sent was wrong twice: not from there */
+    if (seal) { /* wrong twice: which end is to blame nobody knows, so another pair */
         t->o.counters->seal_failures++;
+        r->avoid_decode = slot;
         retry(t, r, ROUTER_RETRY_SEAL, PD_ROLE_PREFILL, r->prefill, "worker_failed", why, now_ns);
     } else {
         retry(t, r, ROUTER_RETRY_FAILED, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);

@@ -33,7 +33,7 @@ FULL = os.environ.get("KVFERRY_FULL", "0") == "1"
 BIN = os.path.join(cl.BUILD, "deploy")
 CONTEXT = 512
 CHUNK = 64
-LOST_AFTER_S = 1.0
+LOST_AFTER_S = 1.5
 REBIRTH_S = 0.25  # between a death and the next start
 CHANNELS = ("control", "tokens")
 # what no stream may wait longer for; in all, also the test's own patience

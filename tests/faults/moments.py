@@ -15,7 +15,7 @@ import field as fl
 STREAMS = 16
 ANSWER = 40  # tokens
 PROBE_PROMPT = 360
-SHORT_S, LONG_S = 0.35, 2.2  # shorter and longer than the silence that means dead
+SHORT_S, LONG_S = 0.35, 2.8  # shorter and longer than the silence that means dead
 REUSED_AFTER = 3  # sets of prompts; by then the pools have forgotten them
 
 # name, what is seen ("client": at the client), which one, seconds or share of the prefill phase after it
@@ -327,7 +327,7 @@ class Case:
         self.report.clean_s.append(time.monotonic() - began)
         for name, (pid, starts) in before.items():
             service = field.services[name]
-            if self.victim == "router" and self.fault == "cut-long" and name != "router":
+            if self.victim == "router" and self.fault.startswith("cut") and name != "router":
                 pass  # the router has given up all of them: they are told so and start anew
             elif name != self.name:
                 assert (service.pid, service.starts) == (pid, starts), f"{name} did not live through the end of {self.name}: {service.ends}"

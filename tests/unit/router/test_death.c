@@ -124,6 +124,27 @@ static void a_cut_connection_shortens_the_patience_only(void **state)
     world_free(w);
 }
 
+/* Workers close their connections to a router that does not answer: that says nothing of them. */
+static void a_connection_cut_while_the_router_stood_still_is_no_hint(void **state)
+{
+    (void)state;
+    world *w = world_new();
+    uint64_t beat_ms = w->fake.config.heartbeat_ns / PD_NS_PER_MS;
+
+    router_core_on_worker_cut(w->fake.core, w->fake.workers[0].identity, w->fake.now_ns);
+    w->fake.now_ns += 5000 * PD_NS_PER_MS;
+    router_core_on_tick(w->fake.core, w->fake.now_ns);
+    fake_kill(&w->fake, 2); /* it takes its time to come back: for ever */
+    wait_ms(w, 5);
+    router_core_on_worker_cut(w->fake.core, w->fake.workers[2].identity, w->fake.now_ns);
+    wait_ms(w, 2 * beat_ms + 20);
+    assert_true(has(w, 0) && has(w, 2));
+    wait_ms(w, 700); /* silence still counts */
+    assert_true(has(w, 0));
+    assert_false(has(w, 2));
+    world_free(w);
+}
+
 static void silence_alone_takes_its_time(void **state)
 {
     (void)state;
@@ -174,6 +195,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_proof_of_death_is_believed_at_once),
         cmocka_unit_test(a_cut_connection_shortens_the_patience_only),
+        cmocka_unit_test(a_connection_cut_while_the_router_stood_still_is_no_hint),
         cmocka_unit_test(silence_alone_takes_its_time),
         cmocka_unit_test(what_a_worker_dropped_is_tried_again_when_it_begins_anew),
     };

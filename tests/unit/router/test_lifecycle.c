@@ -413,12 +413,13 @@ static void who_only_waited_at_a_dead_worker_is_no_suspect(void **state)
     end_world(w);
 }
 
-static void what_was_wrong_twice_is_prefilled_elsewhere(void **state)
+static void what_was_wrong_twice_is_done_by_another_pair(void **state)
 {
     (void)state;
     world *w = world_new(52);
     fake_add(&w->fake, PD_ROLE_PREFILL, 512);
     fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
     fake_add(&w->fake, PD_ROLE_DECODE, 512);
     wait_ms(w, 200);
     w->fake.seal_failures = 1000;
@@ -435,6 +436,9 @@ static void what_was_wrong_twice_is_prefilled_elsewhere(void **state)
     assert_int_equal(counters_of(w).refetches, 1);
     assert_int_equal(counters_of(w).retries[ROUTER_RETRY_SEAL], 1);
     assert_int_equal(w->fake.workers[1 - bad].last_prefill.key.epoch, 2);
+    /* either end may have been to blame: one decode worker had the first attempt, one the second */
+    assert_int_equal(
+        w->fake.workers[2].last_lease.key.epoch + w->fake.workers[3].last_lease.key.epoch, 1 + 2);
     end_world(w);
 }
 
@@ -958,8 +962,12 @@ int main(void)
         cmocka_unit_test(there_is_never_a_storm_of_retries),
         cmocka_unit_test(who_brings_down_two_workers_gets_no_third),
         cmocka_unit_test(who_only_waited_at_a_dead_worker_is_no_suspect),
+<<<<<<< HEAD
         cmocka_unit_test(what_was_wrong_twice_is_prefilled_elsewhere),
         cmocka_unit_test(each_block_is_asked_for_again_once),
+=======
+        cmocka_unit_test(what_was_wrong_twice_is_done_by_another_pair),
+>>>>>>> faults
         cmocka_unit_test(a_sequence_without_room_moves_with_its_kv),
         cmocka_unit_test(a_sequence_that_cannot_move_gives_way),
         cmocka_unit_test(a_suspended_sequences_tokens_are_awaited),
