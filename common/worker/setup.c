@@ -175,11 +175,11 @@ static pd_status make_tiles(pd_worker_setup *setup)
 /* For tests alone, so two variables have to say so. */
 static pd_status read_faults(pd_ship_faults *faults_out)
 {
-    const char *text = getenv("KVFERRY_SHIP_FAULTS"), *allowed = getenv("KVFERRY_ALLOW_FAULTS");
+    const char *text = getenv("KVFERRY_FAULTS"), *allowed = getenv("KVFERRY_ALLOW_FAULTS");
 
     if (text != NULL && *text != '\0') {
         if (allowed == NULL || strcmp(allowed, "1") != 0) {
-            pd_log_error("msg=\"KVFERRY_SHIP_FAULTS makes shipped blocks wrong: without "
+            pd_log_error("msg=\"KVFERRY_FAULTS makes shipped blocks wrong: without "
                          "KVFERRY_ALLOW_FAULTS=1 that is a mistake\" faults=%s",
                          text);
             return PD_E_INVALID;

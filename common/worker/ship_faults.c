@@ -34,10 +34,9 @@ pd_status pd_ship_faults_parse(const char *text, pd_ship_faults *faults_out)
         unsigned long every = at[len] == ':' ? strtoul(at + len + 1, &end, 10) : 0;
         if (fault == PD_SHIP_FAULT_NONE || every == 0 || every > UINT32_MAX ||
             (*end != '\0' && *end != ',')) {
-            pd_log_error(
-                "msg=\"KVFERRY_SHIP_FAULTS is KIND:EVERY[,...], as bit:7; the kinds are bit, "
-                "other, epoch, missing, count, notice\" at=\"%.40s\"",
-                at);
+            pd_log_error("msg=\"KVFERRY_FAULTS is KIND:EVERY[,...], as bit:7; the kinds are bit, "
+                         "other, epoch, missing, count, notice\" at=\"%.40s\"",
+                         at);
             return PD_E_INVALID;
         }
         faults.every[fault] = (uint32_t)every;

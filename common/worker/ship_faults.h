@@ -3,11 +3,11 @@
 /* common/worker/ship_faults.h - shipping that goes wrong on purpose, for tests of those who must
  * notice.
  *
- * KVFERRY_SHIP_FAULTS="bit:7,notice:50": each seventh part of a shipment (its blocks under one
- * notice, see common/worker/ship.h) has one bit of one block flipped, each fiftieth loses its
- * notice. A worker refuses to start with it unless KVFERRY_ALLOW_FAULTS=1 is set too, warns when it
- * does, and logs each fault: msg="fault" kind= router= request= epoch= group= block= (block as in
- * the request). Counted from the worker's start; a part has one fault at most.
+ * KVFERRY_FAULTS="bit:7,notice:50": each seventh part of a shipment (its blocks under one notice,
+ * see common/worker/ship.h) has one bit of one block flipped, each fiftieth loses its notice. A
+ * worker refuses to start with it unless KVFERRY_ALLOW_FAULTS=1 is set too, warns when it does, and
+ * logs each fault: msg="fault" kind= router= request= epoch= group= block= (block as in the
+ * request). Counted from the worker's start; a part has one fault at most.
  *
  *   bit      one bit of a block, within its valid tokens, is another one than was sealed
  *   other    another block of the same pool is sent in a block's place (other bytes, if there are)
@@ -39,7 +39,7 @@ typedef struct pd_ship_faults {
     uint64_t parts;                 /* so far */
 } pd_ship_faults;
 
-/* text: as KVFERRY_SHIP_FAULTS; NULL or "": no faults. PD_E_INVALID: not such a text (logged). */
+/* text: as KVFERRY_FAULTS; NULL or "": no faults. PD_E_INVALID: not such a text (logged). */
 PD_CHECKED pd_status pd_ship_faults_parse(const char *text, pd_ship_faults *faults_out);
 /* What is to befall the next part. */
 pd_ship_fault pd_ship_faults_next(pd_ship_faults *faults);
