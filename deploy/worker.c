@@ -3,6 +3,7 @@
 
 #include "common/worker/runtime.h"
 #include "decode-worker/decode.h"
+#include "deploy/step_faults.h"
 #include "kernels/model/runner.h"
 #include "prefill-worker/prefill.h"
 
@@ -51,7 +52,7 @@ int main(int argc, char **argv)
     };
     const char *self = strrchr(argv[0], '/') != NULL ? strrchr(argv[0], '/') + 1 : argv[0];
     const char *sets[PD_DEPLOYMENT_SETS_MAX];
-    pd_worker_options options = {.sets = sets, .engine = &kern_runner};
+    pd_worker_options options = {.sets = sets};
     pd_role role = PD_ROLE_PREFILL;
     bool has_role = role_of(self, &role);
     int option;
@@ -90,6 +91,8 @@ int main(int argc, char **argv)
                                        : "--role ROLE");
         return 2;
     }
+    if (step_faults_engine(&kern_runner, &options.engine) != PD_OK)
+        return 2;
     options.role = role == PD_ROLE_PREFILL ? &prefill_role : &decode_role;
     return pd_worker_run(&options);
 }

@@ -9,13 +9,11 @@
 #include "common/base/queue.h"
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
-#include "common/worker/faults.h"
 #include "common/worker/routers.h"
 #include "common/worker/verifier.h"
 
 #include <signal.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <unistd.h>
@@ -36,7 +34,6 @@ typedef struct worker {
     pd_bus *bus;
     pd_peer_watch *peers;            /* of whom it matters whether they are dead */
     pd_verifier *verifier;           /* NULL: this role checks no seals */
-    pd_faults *faults;               /* NULL: none, as always but in tests */
     uint64_t unfenced[UNFENCED_MAX]; /* dead, and the transfer was not told yet: it was busy */
     uint32_t unfenced_count;
     uint64_t host, started; /* of this process */
@@ -168,10 +165,8 @@ static void act_unship(void *ctx, uint64_t ticket)
 static pd_status act_verify(void *ctx, const pd_check *check)
 {
     worker *w = ctx;
-    pd_check seen = *check;
 
-    pd_faults_on_check(w->faults, &seen);
-    return pd_verifier_submit(w->verifier, &seen);
+    return pd_verifier_submit(w->verifier, check);
 }
 
 /* ---- words to the router ---- */
@@ -376,7 +371,6 @@ static void on_engine(void *ctx, uint32_t epoll_events)
         /* Its groups were announced before it was done, and are heard of before. */
         take_groups(w);
         if (step != &w->warm_step) {
-            pd_faults_on_step(w->faults, step);
             w->ops->on_step_done(w->core, step, pd_clock_now_ns());
             continue;
         }
@@ -411,8 +405,7 @@ static void on_transfer(void *ctx, uint32_t epoll_events)
             tell_shipped(w); /* at once: before its peer is said to be closed */
         else if (w->event.kind == PD_TRANSFER_FENCED)
             w->ops->peer_dead(w->core, w->event.tag, pd_clock_now_ns());
-        else if (w->event.kind != PD_TRANSFER_NOTICE ||
-                 !pd_faults_on_notice(w->faults, w->event.notice, w->event.notice_len))
+        else
             w->ops->on_transfer(w->core, &w->event, pd_clock_now_ns());
     }
 }
@@ -608,16 +601,6 @@ static pd_status make_verifier(worker *w)
     return pd_loop_add_fd(w->loop, pd_verifier_fd(w->verifier), EPOLLIN, on_verifier, w);
 }
 
-static pd_status make_faults(worker *w)
-{
-    const char *spec = getenv("KVFERRY_FAULTS");
-
-    if (spec == NULL || spec[0] == '\0')
-        return PD_OK;
-    return pd_faults_create(spec, &w->setup.layout, pd_transfer_pool(w->setup.transfer),
-                            &w->faults);
-}
-
 static void pack_address(worker *w)
 {
     pd_worker_address address = {
@@ -676,8 +659,6 @@ static pd_status prepare(worker *w)
     if (status == PD_OK)
         status = make_verifier(w);
     if (status == PD_OK)
-        status = make_faults(w);
-    if (status == PD_OK)
         status = pd_peer_watch_create(w->loop, on_peer_dead, w, &w->peers);
     if (status == PD_OK)
         status = pd_loop_timer_create(w->loop, on_tick, w, &w->tick_timer);
@@ -714,7 +695,6 @@ static void dismantle(worker *w)
         pd_loop_remove_fd(w->loop, pd_transfer_fd(w->setup.transfer));
     if (w->verifier != NULL)
         pd_loop_remove_fd(w->loop, pd_verifier_fd(w->verifier));
-    pd_faults_destroy(w->faults);
     pd_verifier_destroy(w->verifier); /* it reads the pool, which goes with the setup */
     if (w->groups != NULL)
         pd_loop_remove_fd(w->loop, pd_queue_fd(w->groups));

@@ -1,4 +1,4 @@
-"""What lands is damaged on purpose (common/worker/faults.h): each damage is caught, none is answered from."""
+"""What is shipped is damaged on purpose (common/worker/ship_faults.h): each damage is caught, none is answered from."""
 
 import random
 import re
@@ -9,7 +9,7 @@ import field as fl
 import moments
 from field import FULL
 
-KINDS = ("flip", "foreign", "epoch", "hole", "count")
+KINDS = ("bit", "other", "epoch", "missing", "count")
 TRIES = 1000 if FULL else 5  # of each kind
 AT_ONCE = 6
 
@@ -19,8 +19,12 @@ def bodies_of(rng, count):
     return [fl.asked([rng.randrange(100, 40000) for _ in range(rng.choice((7, 16, 23, 40, 70)))], 3) for _ in range(count)]
 
 
-def damaged(one, kind, names=("decode-0", "decode-1")):
-    return sum(len(re.findall(rf'msg="damaged on purpose" kind={kind} ', one.log(name))) for name in names if name in one.services)
+def faulty(kinds):
+    return {"KVFERRY_SHIP_FAULTS": kinds, "KVFERRY_ALLOW_FAULTS": "1"}
+
+
+def damaged(one, kind):
+    return sum(len(re.findall(rf'msg="fault" kind={kind} ', one.log(name))) for name in ("prefill-0", "prefill-1") if name in one.services)
 
 
 def ask_all(one, bodies, want, enough):
@@ -51,7 +55,7 @@ def known():
 def test_every_damage_is_caught(kinds, known, report):
     bodies, want = known
     every = (13,) if FULL else (37, 41, 43, 47, 53)  # primes: not five in a row
-    env = {"decode": {"KVFERRY_FAULTS": ",".join(f"{kind}:{n}" for kind, n in zip(kinds, every))}}
+    env = {"prefill": faulty(",".join(f"{kind}:{n}" for kind, n in zip(kinds, every)))}
     with fl.Field("shm", prefill=1, decode=1, tapped=False, env=env, kv={"prefix_cache": False}) as one:
         ask_all(one, bodies, want, lambda: all(damaged(one, kind) >= TRIES for kind in kinds))
         done = {kind: damaged(one, kind) for kind in kinds}
@@ -70,16 +74,16 @@ def test_every_damage_is_caught(kinds, known, report):
 def test_a_notice_that_never_comes_is_asked_for_again(known):
     bodies, want = known
     count = 200 if FULL else 4
-    with fl.Field("shm", prefill=1, decode=1, tapped=False, env={"decode": {"KVFERRY_FAULTS": "lost:5"}}, kv={"prefix_cache": False}) as one:
-        ask_all(one, bodies, want, lambda: damaged(one, "lost") >= count)
+    with fl.Field("shm", prefill=1, decode=1, tapped=False, env={"prefill": faulty("notice:5")}, kv={"prefix_cache": False}) as one:
+        ask_all(one, bodies, want, lambda: damaged(one, "notice") >= count)
         one.assert_clean()
 
 
-def test_a_decode_worker_that_always_gets_damage_is_left_for_another(known):
+def test_a_prefill_worker_that_always_ships_damage_is_left_for_another(known):
     """Wrong twice: prefilled elsewhere."""
     bodies, want = known
-    with fl.Field("shm", prefill=1, decode=2, tapped=False, env={"decode-0": {"KVFERRY_FAULTS": "flip:1"}}, kv={"prefix_cache": False}) as one:
-        ask_all(one, bodies, want, lambda: damaged(one, "flip") >= (200 if FULL else 8))
+    with fl.Field("shm", prefill=2, decode=1, tapped=False, env={"prefill-0": faulty("bit:1")}, kv={"prefix_cache": False}) as one:
+        ask_all(one, bodies, want, lambda: damaged(one, "bit") >= (200 if FULL else 8))
         one.assert_clean()
         assert one.metric("kvferry_seal_failures_total") > 0
 
@@ -87,14 +91,14 @@ def test_a_decode_worker_that_always_gets_damage_is_left_for_another(known):
 def test_a_prefill_that_fails_after_its_first_chunk_costs_the_others_nothing(rng):
     """Every third step with a later chunk fails: the answer is right, or a clear error within its deadline, never other text."""
     count = 50 if FULL else 8
-    with fl.Field("tcp", prefill=2, decode=1, tapped=False, env={"prefill": {"KVFERRY_FAULTS": "step:3"}}, kv={"prefix_cache": False}) as one:
+    with fl.Field("tcp", prefill=2, decode=1, tapped=False, env={"prefill": {"KVFERRY_STEP_FAULTS": "3", "KVFERRY_ALLOW_FAULTS": "1"}}, kv={"prefix_cache": False}) as one:
         bodies = [fl.asked([rng.randrange(100, 40000) for _ in range(100)], 6) for _ in range(count)]
         with fl.Field("shm", prefill=1, decode=1, tapped=False) as plain:
             want = [stream.tokens for stream in fl.at_once([lambda body=body: plain.stream(body) for body in bodies])]
         results = []
         for at in range(0, count, 4):
             results += fl.at_once([lambda body=body: one.stream(body) for body in bodies[at:at + 4]])
-        assert damaged(one, "step", ("prefill-0", "prefill-1")) > 0
+        assert damaged(one, "step") > 0
         for stream, tokens in zip(results, want):
             assert stream.tokens == tokens[: len(stream.tokens)] and not stream.cut, moments.Case._say(stream)
             assert stream.tokens == tokens or stream.status in (500, 502, 503, 504) or stream.error, moments.Case._say(stream)

@@ -962,12 +962,8 @@ int main(void)
         cmocka_unit_test(there_is_never_a_storm_of_retries),
         cmocka_unit_test(who_brings_down_two_workers_gets_no_third),
         cmocka_unit_test(who_only_waited_at_a_dead_worker_is_no_suspect),
-<<<<<<< HEAD
-        cmocka_unit_test(what_was_wrong_twice_is_prefilled_elsewhere),
-        cmocka_unit_test(each_block_is_asked_for_again_once),
-=======
         cmocka_unit_test(what_was_wrong_twice_is_done_by_another_pair),
->>>>>>> faults
+        cmocka_unit_test(each_block_is_asked_for_again_once),
         cmocka_unit_test(a_sequence_without_room_moves_with_its_kv),
         cmocka_unit_test(a_sequence_that_cannot_move_gives_way),
         cmocka_unit_test(a_suspended_sequences_tokens_are_awaited),
