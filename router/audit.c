@@ -3,6 +3,7 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "router/move.h"
+#include "router/pull.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -171,9 +172,11 @@ static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry
 {
     router_cluster *cluster = audit->o.cluster;
     const pd_msg_cancel cancel = {.key = entry->key};
-    if (cluster->workers[slot].hello.role != PD_ROLE_DECODE)
-        return;
     audit->o.counters->audit_quarantined++;
+    if (cluster->workers[slot].hello.role != PD_ROLE_DECODE) {
+        router_pull_ask_again(audit->o.requests, slot, &entry->key);
+        return;
+    }
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         if (cluster->workers[i].used && cluster->workers[i].hello.role == PD_ROLE_PREFILL)
             router_cluster_cancel(cluster, i, &cancel);

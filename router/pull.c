@@ -69,7 +69,7 @@ static void end_pull(router_requests *t, router_request *r, bool may_land, const
     snprintf(message.pull_end.reason, sizeof message.pull_end.reason, "%s", why);
     t->o.counters->pulls_failed++;
     pd_log_req_info(r->id, "msg=\"pull ended: %s\" blocks=%u", why, r->pull.blocks);
-    if (r->prefill_open && !router_request_send(t, r->prefill, &message))
+    if (r->prefill != ROUTER_NO_WORKER && !router_request_send(t, r->prefill, &message))
         pd_log_req_debug(r->id, "msg=\"the end of a pull was not taken: its patience ends it\"");
 }
 
@@ -115,10 +115,73 @@ static void release(router_requests *t, router_request *r)
         r->pull.holds = false;
 }
 
+/* ---- after the request ---- */
+
+void router_pull_left(router_requests *t, const router_request *r)
+{
+    if (!r->pull.asked || r->prefill == ROUTER_NO_WORKER || (!r->pull.open && !r->pull.may_land))
+        return;
+    bool gone = r->pull.slot == ROUTER_NO_WORKER;
+    t->left_pulls[t->left_pulls_count++ % ROUTER_LEFT_PULLS_MAX] = (router_left_pull){
+        .key = r->key,
+        .source = gone ? 0 : router_request_worker(t, r->pull.slot)->hello.incarnation,
+        .receiver = router_request_worker(t, r->prefill)->hello.incarnation,
+        .may_land = r->pull.may_land};
+}
+
+static router_left_pull *find_left(router_requests *t, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < ROUTER_LEFT_PULLS_MAX; i++) {
+        router_left_pull *left = &t->left_pulls[i];
+        if (left->key.number == key->number && left->key.epoch == key->epoch &&
+            left->key.router == key->router)
+            return left;
+    }
+    return NULL;
+}
+
+static void tell_unwritten(router_requests *t, uint32_t slot, const pd_request_key *key)
+{
+    const pd_msg_cancel cancel = {.key = *key, .unwritten = true};
+    router_cluster_cancel(t->o.cluster, slot, &cancel);
+}
+
+static bool on_left(router_requests *t, uint32_t slot, const pd_msg_ship_done *done)
+{
+    router_left_pull *left = find_left(t, &done->key);
+    if (left == NULL || left->source != router_request_worker(t, slot)->hello.incarnation)
+        return false;
+    left->may_land = done->may_land;
+    if (left->may_land)
+        return true; /* a cut link: the receiver waits for more than a word */
+    uint32_t to = router_cluster_by_incarnation(t->o.cluster, left->receiver);
+    if (to != ROUTER_NO_WORKER)
+        tell_unwritten(t, to, &done->key);
+    *left = (router_left_pull){.key.number = 0};
+    return true;
+}
+
+void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_key *key)
+{
+    const router_left_pull *left = find_left(t, key);
+    if (left == NULL) { /* nobody was asked, or has said it: unless it was forgotten */
+        if (t->left_pulls_count <= ROUTER_LEFT_PULLS_MAX)
+            tell_unwritten(t, slot, key);
+        return;
+    }
+    uint32_t source = router_cluster_by_incarnation(t->o.cluster, left->source);
+    /* Some block: what matters is the answer, also of one that has forgotten the key. */
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN, .ship_again = {.key = *key, .count = 1}};
+    if (!left->may_land && source != ROUTER_NO_WORKER && !router_request_send(t, source, &message))
+        pd_log_debug("msg=\"a question for a last word was not taken\"");
+}
+
 bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_done *done)
 {
     router_request *r = router_request_find_key(t, &done->key);
-    if (r == NULL || r->pull.slot != slot || !r->pull.asked)
+    if (r == NULL)
+        return on_left(t, slot, done);
+    if (r->pull.slot != slot || !r->pull.asked)
         return false;
     if (!r->pull.open || (done->status == PD_OK && done->again != r->pull.again.count))
         return true; /* said before it heard that it is to ship once more */
@@ -129,7 +192,7 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
         pd_cost_observe_ship(&t->cost, done->ship_bytes, done->ship_ms);
     if (done->status != PD_OK) {
         r->pull.holds = false;
-        if (r->state == ROUTER_REQUEST_PREFILLING)
+        if (r->prefill != ROUTER_NO_WORKER)
             end_pull(t, r, done->may_land, done->reason[0] == '\0' ? "it failed" : done->reason);
     } else if (r->state != ROUTER_REQUEST_PREFILLING) {
         release(t, r); /* it was computed meanwhile */

@@ -23,5 +23,10 @@ void router_pull_on_started(router_requests *t, router_request *r,
 bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_done *done);
 void router_pull_on_landed(router_requests *t, router_request *r);
 void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_refetch *refetch);
+/* Nobody works on r any more: a last word that still comes is passed on. */
+void router_pull_left(router_requests *t, const router_request *r);
+/* The worker in slot has blocks in quarantine for a pull that is over: its source is asked for its
+ * last word again; where none is owed, the worker is told that nobody writes. */
+void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_key *key);
 /* The worker in r->pull.slot is gone. */
 void router_pull_on_gone(router_requests *t, router_request *r, const char *why);

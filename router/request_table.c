@@ -3,6 +3,7 @@
 #include "common/base/mem.h"
 #include "common/kv/prefix_hash.h"
 #include "router/patience.h"
+#include "router/pull.h"
 
 #include <string.h>
 
@@ -346,7 +347,7 @@ bool router_request_computes(const router_request *r, uint64_t now_ns)
 {
     double since_ms = (double)(now_ns - r->prefill_sent_ns) / (double)PD_NS_PER_MS;
     return r->state == ROUTER_REQUEST_PREFILLING &&
-           (r->started || !r->decode_open || since_ms >= r->terms.prefill_queue_ms);
+           (r->started || !r->decode_open || since_ms >= r->terms.prefill_queue_ms / 4);
 }
 
 void router_request_cancel_at_workers(router_requests *t, const router_request *r, bool keep)
@@ -376,6 +377,7 @@ void router_request_leave_workers(router_requests *t, router_request *r, bool ke
     router_request_discharge_prefill(t, r);
     router_request_discharge_decode(t, r);
     router_request_cancel_at_workers(t, r, keep);
+    router_pull_left(t, r);
     r->prefill_open = r->prefill_holds = r->decode_open = r->writer_lost = false;
     r->started = r->landed = false;
     r->again.count = 0;

@@ -15,7 +15,8 @@ enum {
     ROUTER_BLOCKED_MS_MIN = 5,   /* a worker that refused is left alone for this long at least, */
     ROUTER_BLOCKED_MS_MAX = 500, /* and this long at most, whatever it says */
     ROUTER_AGAIN_MAX = 32,       /* ranges of blocks asked for again of one shipment */
-    ROUTER_DEATHS_MAX = 2,       /* workers that a request may bring down */
+    ROUTER_LEFT_PULLS_MAX = 256,
+    ROUTER_DEATHS_MAX = 2, /* workers that a request may bring down */
 };
 #define ROUTER_SLOT_NONE UINT32_MAX
 #define ROUTER_SLOT_BITS (ROUTER_WORKERS_MAX / 64)
@@ -44,6 +45,13 @@ typedef struct router_pull {
     bool may_land; /* its last word has come, and bytes may still land */
     router_again again;
 } router_pull;
+
+/* A pull whose request went on or ended before the source's last word: whom that word is for. */
+typedef struct router_left_pull {
+    pd_request_key key;        /* number 0: unused */
+    uint64_t source, receiver; /* incarnations */
+    bool may_land;             /* the last word did not say that nothing lands any more */
+} router_left_pull;
 
 /* To another decode worker, with the KV: request.decode and key stay the old ones until the new
  * one has it all. */
@@ -128,6 +136,8 @@ struct router_requests {
     uint64_t transitions[ROUTER_TRANSITIONS_MAX];
     double budget; /* retries that may be made now */
     uint64_t budget_ns;
+    router_left_pull left_pulls[ROUTER_LEFT_PULLS_MAX]; /* a ring */
+    uint64_t left_pulls_count;                          /* ever */
     uint32_t queue_head, queue_tail, queue_count;
     uint32_t free_head; /* through queue_next */
     uint32_t slots_used;
@@ -193,7 +203,8 @@ void router_request_discharge_prefill(router_requests *t, router_request *r);
 void router_request_charge_decode(router_requests *t, router_request *r);
 void router_request_discharge_decode(router_requests *t, router_request *r);
 /* Whether the prefill worker computes it, as far as can be told: it said so, or it would not (there
- * is no lease to bind), or what was before it should be done. The word may have died with it. */
+ * is no lease to bind), or a good part of what was before it should be done (predictions err, and
+ * the word may have died with it). */
 bool router_request_computes(const router_request *r, uint64_t now_ns);
 /* Cancels at the workers that have it. A prefill worker that was never asked, or has said its last
  * word, writes nothing more: the decode worker is told, since no abort will come to it. One that
