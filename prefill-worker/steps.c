@@ -162,13 +162,26 @@ void prefill_run_step(pd_role_core *core, uint64_t now_ns)
     core->sink.run(core->sink.ctx, &core->step);
 }
 
-static void answer_token(pd_role_core *core, prefill_request *r, uint32_t token)
+/* What the router gave for computing it gives for shipping once more, with what the link is known
+ * to need: a slow link is no reason to end what moves. */
+static void extend_deadline(const pd_role_core *core, prefill_request *r, uint64_t now_ns)
+{
+    enum { PATIENCE = 8 };
+    uint64_t bytes = r->blocks_count * core->options.layout.block_bytes_all;
+
+    if (r->ship && r->deadline_ns != UINT64_MAX)
+        r->deadline_ns = now_ns + (r->deadline_ns - r->arrived_ns) +
+                         (uint64_t)(PATIENCE * pd_cost_ship_ms(&core->cost, bytes) * 1e6);
+}
+
+static void answer_token(pd_role_core *core, prefill_request *r, uint32_t token, uint64_t now_ns)
 {
     pd_step_token answer = {.key = r->key, .index = r->answered, .token = token};
 
     answer.finish = pd_token_finish(token, r->answered, r->item.tokens, r->end_tokens,
                                     r->end_tokens_count, r->max_tokens, core->options.context_max);
     r->computed = true;
+    extend_deadline(core, r, now_ns);
     r->answer_ended = answer.finish != PD_FINISH_NONE;
     pd_prefill_queue_remove(&core->queue, &r->item);
     pd_token_batch_add(&core->tokens, &answer);
@@ -176,7 +189,8 @@ static void answer_token(pd_role_core *core, prefill_request *r, uint32_t token)
         core->sink.unship(core->sink.ctx, r->ticket);
 }
 
-static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_slice *slice)
+static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_slice *slice,
+                       uint64_t now_ns)
 {
     prefill_request *r = slice->request;
 
@@ -192,7 +206,7 @@ static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_sl
     pd_blocks_remember(&core->blocks, r->hashes, r->blocks,
                        full < r->hashes_count ? full : r->hashes_count);
     if (slice->want_token)
-        answer_token(core, r, slice->token_out);
+        answer_token(core, r, slice->token_out, now_ns);
 }
 
 /* Nothing of a failed step is believed. Whose KV has left already cannot take it back. */
@@ -226,7 +240,7 @@ void prefill_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_ns)
     core->steps_done++;
     core->counters.steps++;
     for (uint32_t i = 0; i < step->slices_count; i++)
-        take_slice(core, step, &step->slices[i]);
+        take_slice(core, step, &step->slices[i], now_ns);
     if (step->status == PD_OK)
         observe_step(core, step);
     pd_token_batch_send(&core->tokens, &core->options, &core->sink, step,

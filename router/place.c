@@ -66,8 +66,6 @@ static bool send_lease(router_requests *t, router_request *r)
     pd_msg_lease_request *m = &message.lease_request;
     m->key = r->key;
     memcpy(m->id, r->id, sizeof m->id);
-    memcpy(m->prefill, prefill->hello.name, sizeof m->prefill);
-    m->prefill_incarnation = prefill->hello.incarnation;
     router_worker_peer(prefill, false, &m->sender);
     m->prompt_tokens = router_request_base_tokens(r);
     m->max_tokens = router_request_left(r);

@@ -380,8 +380,6 @@ static pd_status pack_lease_request(packing *pack, const pd_msg_lease_request *i
     kvw__lease_request__init(out);
     out->key = pack_key(&pack->key, &in->key);
     out->id = text(in->id);
-    out->prefill = text(in->prefill);
-    out->prefill_incarnation = in->prefill_incarnation;
     out->prompt_tokens = in->prompt_tokens;
     out->max_tokens = in->max_tokens;
     out->ttl_ms = in->ttl_ms;

@@ -311,9 +311,7 @@ typedef struct pd_msg_peer_gone {
 typedef struct pd_msg_lease_request {
     pd_request_key key;
     char id[PD_REQUEST_ID_BYTES];
-    char prefill[PD_NAME_BYTES]; /* who will write */
-    uint64_t prefill_incarnation;
-    pd_msg_peer sender; /* the same, in full; no transfer address */
+    pd_msg_peer sender; /* who will write; no transfer address */
     bool bind;          /* at once: the sender has the KV already */
     int32_t priority;   /* higher is more important; 0 unless the client says */
     /* What lands: the prompt, and the answer so far when it was begun elsewhere. max_tokens: what

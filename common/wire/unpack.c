@@ -420,8 +420,6 @@ static void take_lease_request(unpacking *un, const Kvw__LeaseRequest *in,
 {
     take_key(un, in->key, &out->key);
     take_text(un, in->id, out->id, sizeof out->id, false, "id is empty or too long");
-    take_text(un, in->prefill, out->prefill, sizeof out->prefill, true, "prefill is too long");
-    out->prefill_incarnation = in->prefill_incarnation;
     out->prompt_tokens = in->prompt_tokens;
     out->max_tokens = in->max_tokens;
     out->ttl_ms = in->ttl_ms;

@@ -213,8 +213,6 @@ static void fill(pd_message *m, pd_message_kind kind)
     case PD_MSG_LEASE_REQUEST:
         m->lease_request = (pd_msg_lease_request){.key = KEY,
                                                   .id = "cmpl-1",
-                                                  .prefill = "p",
-                                                  .prefill_incarnation = 2,
                                                   .prompt_tokens = 50,
                                                   .max_tokens = 9,
                                                   .hashes = HASHES,

@@ -475,7 +475,7 @@ static void copies_are_held_until_somebody_ends_that(void **state)
             message.cancel.key = d.message.prefill_request.key;
             world_to(w, &w->prefill, &message);
         } else if (how == DEADLINE) {
-            for (int i = 0; i < 5; i++)
+            for (int i = 0; i < 6; i++)
                 world_tick(w, 100);
         } else if (how == ROUTER) {
             w->router_silent = true;
