@@ -1,6 +1,7 @@
 #include "common/worker/last_words.h"
 
 #include "common/base/log.h"
+#include "common/worker/key_table.h"
 
 void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
                         const pd_role_sink *sink, const pd_links *links)
@@ -55,4 +56,13 @@ void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key)
         else if (link->state == PD_LINK_WAITING || link->state == PD_LINK_CONNECTING)
             pd_last_words_owe(words, link->incarnation, key);
     }
+}
+
+bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        if (words->owed[i].receiver != 0 && pd_request_key_equal(&words->owed[i].key, key))
+            return true;
+    }
+    return false;
 }

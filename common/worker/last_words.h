@@ -31,3 +31,5 @@ void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request
 void pd_last_words_pay(pd_last_words *words, const pd_link *link);
 /* To everybody: who leased for it is not known. */
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
+/* One is owed for that key: what was written may still land. */
+bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key);

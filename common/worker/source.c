@@ -125,6 +125,7 @@ void pd_source_unknown(pd_source *source, const pd_request_key *key)
     pd_source_ship ship = {
         .key = *key, .status = PD_E_NOT_FOUND, .reason = "nothing is held for it", .again = 1};
 
+    ship.may_land = pd_last_words_owes(source->o.words, key);
     say_done(source, &ship);
 }
 
