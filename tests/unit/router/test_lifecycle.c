@@ -76,7 +76,7 @@ static void the_documents_table_is_the_codes(void **state)
     assert_non_null(file);
     bool inside = false;
     while (fgets(line, sizeof line, file) != NULL) {
-        if (strncmp(line, "| state |", 9) == 0) {
+        if (strncmp(line, "| state | event |", 17) == 0) {
             inside = true;
             assert_non_null(fgets(line, sizeof line, file)); /* the rule under the head */
             continue;
