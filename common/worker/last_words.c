@@ -33,6 +33,13 @@ void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request
 {
     uint32_t at = words->owed_next;
 
+    for (uint32_t i = 0; i < words->links->count; i++) {
+        const pd_link *link = &words->links->links[i];
+        if (link->state == PD_LINK_UP && link->incarnation == receiver) {
+            pd_last_words_abort(words, link, key); /* the next one is up already */
+            return;
+        }
+    }
     if (words->owed[at].receiver != 0)
         pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
                     "quarantined until this worker ends\" receiver=%016llx",
