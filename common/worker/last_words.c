@@ -67,6 +67,15 @@ void pd_last_words_pay(pd_last_words *words, const pd_link *link)
     }
 }
 
+bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        if (receiver != 0 && words->owed[i].receiver == receiver)
+            return true;
+    }
+    return false;
+}
+
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key)
 {
     for (uint32_t i = 0; i < words->links->count; i++) {

@@ -32,10 +32,13 @@ void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
                         const pd_role_sink *sink, const pd_links *links);
 /* By a link that is up. */
 void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key);
-/* By the next link to that receiver, which may be up already. Too many: the oldest is forgotten, which is logged. */
+/* By the next link to that receiver, which may be up already. Too many: the oldest is forgotten,
+ * which is logged. */
 void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
 /* This link has come up. */
 void pd_last_words_pay(pd_last_words *words, const pd_link *link);
+/* One to that receiver waits for its link. */
+bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver);
 /* To everybody: who leased for it is not known. */
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
 /* One is owed for that key: what was written may still land. */
