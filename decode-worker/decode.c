@@ -819,6 +819,8 @@ static void decode_on_transfer(pd_role_core *core, const pd_transfer_event *even
     }
     if (notice.kind == PD_NOTICE_ABORT)
         on_abort(core, &notice);
+    else if (notice.kind == PD_NOTICE_ASK)
+        pd_source_asked(&core->source, &notice.key, &core->routers, now_ns);
     else
         on_blocks(core, &notice, now_ns);
 }

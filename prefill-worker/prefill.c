@@ -301,6 +301,11 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
     if (!pd_routers_on_message(&core->routers, router, message, now_ns))
         return;
     const pd_request_key *key = key_of(message);
+    /* A source's word may come by any router: that of the request can be lost. */
+    if (message->kind == PD_MSG_CANCEL && key->router != router && message->cancel.unwritten) {
+        prefill_pull_unwritten(&core->pulls, key);
+        return;
+    }
     if (key != NULL && (key->router != router || key->number == 0)) {
         pd_log_warn("msg=\"a router spoke of a request that is not its own\" kind=%s",
                     pd_message_name(message->kind));
@@ -424,6 +429,7 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
     }
     prefill_peers_tick(core, now_ns);
     prefill_pulls_tick(&core->pulls, now_ns);
+    prefill_pulls_ask(&core->pulls, &core->links, now_ns);
     pd_source_tick(&core->source, now_ns);
     prefill_ship_what_waited(core, now_ns);
     say_router_lost(core, now_ns);

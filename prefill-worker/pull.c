@@ -1,18 +1,21 @@
 #include "prefill-worker/pull.h"
 
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 
 #include <stddef.h>
 #include <string.h>
 
+enum { ASK_MS = 2000 };
+
 struct prefill_pull {
     prefill_pull *prev, *next;
     prefill_request *request; /* NULL: given up */
     pd_landing landing;
     pd_lease *lease;
-    uint32_t held; /* leading blocks that were here, pinned while it lasts */
-    uint64_t ask_ns, deadline_ns;
+    uint32_t held;                /* leading blocks that were here, pinned while it lasts */
+    uint64_t ask_ns, deadline_ns; /* given up: ask_ns is when its source is asked */
 };
 
 pd_status prefill_pulls_init(prefill_pulls *pulls, const pd_role_options *options,
@@ -182,6 +185,7 @@ static void give_up(prefill_pulls *pulls, prefill_pull *pull, const char *why)
     pd_log_req_info(pull->landing.id, "msg=\"a pull ends: %s\" from=%s landed=%u of=%u", why,
                     pull->landing.sender_name, pull->landing.good_count, pull->landing.to_land);
     let_go(pulls, pull);
+    pull->ask_ns = 0;
     pd_land_give_up(&pulls->lander, &pull->landing);
     bool quarantined = pd_lease_release(pulls->leases, pull->lease);
     pd_assert(quarantined); /* it was landing */
@@ -275,8 +279,9 @@ static void on_abort(prefill_pulls *pulls, const pd_notice *notice)
 
 void prefill_pull_on_notice(prefill_pulls *pulls, const pd_notice *notice)
 {
-    if (notice->kind == PD_NOTICE_ABORT) {
-        on_abort(pulls, notice);
+    if (notice->kind != PD_NOTICE_BLOCKS) {
+        if (notice->kind == PD_NOTICE_ABORT)
+            on_abort(pulls, notice);
         return;
     }
     prefill_pull *pull = find(pulls, &notice->key);
@@ -320,6 +325,25 @@ void prefill_pulls_audit(const prefill_pulls *pulls, pd_audit *audit)
                      pull->lease->blocks_count);
         if (given_up)
             pd_audit_wait_for(audit, pull->lease->prefill);
+    }
+}
+
+void prefill_pulls_ask(prefill_pulls *pulls, pd_links *links, uint64_t now_ns)
+{
+    for (prefill_pull *pull = pulls->head; pull != NULL; pull = pull->next) {
+        if (pull->request != NULL || now_ns < pull->ask_ns)
+            continue;
+        bool first = pull->ask_ns == 0; /* its word is probably on its way */
+        pull->ask_ns = now_ns + ASK_MS * PD_NS_PER_MS;
+        const pd_link *link = pd_links_by_incarnation(links, pull->lease->prefill);
+        if (first || link == NULL || link->state != PD_LINK_UP)
+            continue;
+        pd_notice notice = {.kind = PD_NOTICE_ASK,
+                            .key = pull->landing.key,
+                            .sender = pulls->options->incarnation,
+                            .receiver = link->incarnation};
+        if (pulls->sink->notify(pulls->sink->ctx, link->peer, &notice) != PD_OK)
+            pd_log_debug("msg=\"a question for a last word was not taken\" peer=%s", link->name);
     }
 }
 

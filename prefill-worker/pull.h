@@ -13,6 +13,7 @@
 #include "common/worker/audit.h"
 #include "common/worker/blocks.h"
 #include "common/worker/land.h"
+#include "common/worker/links.h"
 #include "prefill-worker/request.h"
 
 /* Pulls under way and quarantined: with more a prompt is computed. */
@@ -55,4 +56,6 @@ void prefill_pull_on_checked(prefill_pulls *pulls, const pd_checked *checked);
 void prefill_pull_source_gone(prefill_pulls *pulls, uint64_t incarnation, bool dead);
 /* Adds those that land, or are quarantined, and whom these wait for. */
 void prefill_pulls_audit(const prefill_pulls *pulls, pd_audit *audit);
+/* What waits for a source's last word asks for it, by the link to that worker. */
+void prefill_pulls_ask(prefill_pulls *pulls, pd_links *links, uint64_t now_ns);
 void prefill_pulls_tick(prefill_pulls *pulls, uint64_t now_ns);

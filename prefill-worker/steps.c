@@ -149,7 +149,8 @@ void prefill_run_step(pd_role_core *core, uint64_t now_ns)
         r->in_step = true;
         if (r->started_ns == 0) {
             r->started_ns = now_ns;
-            if (r->ship && r->said_started_ns == 0)
+            if (r->said_started_ns ==
+                0) /* also without a lease to bind: it is known who computes */
                 prefill_say_started(core, r, now_ns);
         }
     }

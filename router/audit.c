@@ -12,6 +12,7 @@
 enum {
     AUDIT_MS = 2000,
     AGREE = 2,               /* answers in a row */
+    AGREE_UNKNOWN = 5,       /* that name a worker of which this router has never heard */
     AUDIT_UNKNOWN_MAX = 256, /* keys remembered; the rest waits for the next answer */
     AUDIT_WAITS_MAX = 16,
 };
@@ -29,8 +30,9 @@ typedef struct record {
     bool answered;
     uint64_t asked_ns, answered_ns;
     uint32_t serial;
-    strangers unknown, waiting;      /* of the last answer; waiting: quarantined */
-    uint64_t waits[AUDIT_WAITS_MAX]; /* given up, of the last answer */
+    strangers unknown, waiting;           /* of the last answer; waiting: quarantined */
+    uint64_t waits[AUDIT_WAITS_MAX];      /* given up or unknown, of the last answer */
+    uint8_t waits_times[AUDIT_WAITS_MAX]; /* in a row */
     uint32_t waits_count;
 } record;
 
@@ -284,28 +286,42 @@ static void check(router_audit *audit, router_request *r, uint32_t slot, uint64_
 
 /* ---- quarantines ---- */
 
+/* How often in a row it was waited for, this answer included. */
+static uint8_t waited(const record *of, uint64_t incarnation)
+{
+    for (uint32_t k = 0; k < of->waits_count; k++) {
+        if (of->waits[k] == incarnation)
+            return of->waits_times[k] == UINT8_MAX ? UINT8_MAX : of->waits_times[k] + 1;
+    }
+    return 1;
+}
+
 static void take_waits(router_audit *audit, uint32_t slot, record *of,
                        const pd_msg_audit_reply *reply)
 {
     uint64_t waits[AUDIT_WAITS_MAX];
+    uint8_t times[AUDIT_WAITS_MAX];
     uint32_t count = 0;
     const router_worker *worker = &audit->o.cluster->workers[slot];
     for (uint32_t i = 0; i < reply->waits_for_count && count < AUDIT_WAITS_MAX; i++) {
         uint64_t incarnation = reply->waits_for[i];
-        if (!router_cluster_gave_up(audit->o.cluster, incarnation))
-            continue; /* it lives, or it is another router's */
-        waits[count++] = incarnation;
-        for (uint32_t k = 0; k < of->waits_count; k++) {
-            if (of->waits[k] != incarnation)
-                continue;
-            pd_log_warn("msg=\"blocks wait for a worker that was given up: said again\" worker=%s "
-                        "incarnation=%016" PRIx64,
-                        worker->hello.name, incarnation);
-            audit->o.counters->audit_waits++;
-            router_cluster_tell_gone(audit->o.cluster, slot, incarnation);
-        }
+        if (router_cluster_by_incarnation(audit->o.cluster, incarnation) != ROUTER_NO_WORKER)
+            continue; /* it lives */
+        waits[count] = incarnation;
+        times[count] = waited(of, incarnation);
+        /* Whoever lives says hello within a second. One that died while no router that knew it was
+         * left to say so, nobody else will ever give up. */
+        bool gave_up = router_cluster_gave_up(audit->o.cluster, incarnation);
+        if (times[count++] < (gave_up ? AGREE : AGREE_UNKNOWN))
+            continue;
+        pd_log_warn("msg=\"blocks wait for a worker that was given up: said again\" worker=%s "
+                    "incarnation=%016" PRIx64 " known=%d",
+                    worker->hello.name, incarnation, gave_up);
+        audit->o.counters->audit_waits++;
+        router_cluster_tell_gone(audit->o.cluster, slot, incarnation);
     }
     memcpy(of->waits, waits, count * sizeof waits[0]);
+    memcpy(of->waits_times, times, count * sizeof times[0]);
     of->waits_count = of->view.waits_count = count;
     of->view.waits = of->waits;
 }

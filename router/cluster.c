@@ -289,6 +289,7 @@ void router_cluster_tell_gone(router_cluster *cluster, uint32_t slot, uint64_t i
 {
     const router_worker *worker = &cluster->workers[slot];
     pd_message message = {.kind = PD_MSG_PEER_GONE, .peer_gone = {.incarnation = incarnation}};
+    snprintf(message.peer_gone.name, sizeof message.peer_gone.name, "unknown");
     for (uint32_t i = 0; i < ROUTER_DEAD_MAX; i++) {
         if (cluster->dead[i] == incarnation)
             memcpy(message.peer_gone.name, cluster->dead_names[i], sizeof message.peer_gone.name);
@@ -402,6 +403,16 @@ void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg
     else
         pd_log_warn("msg=\"link down: %s\" prefill=%s decode=%s", link->reason, worker->hello.name,
                     link->peer);
+}
+
+void router_cluster_doubt_link(router_cluster *cluster, uint32_t prefill, uint32_t decode,
+                               uint64_t now_ns)
+{
+    router_worker *worker = &cluster->workers[prefill];
+    if (worker->links == NULL)
+        return;
+    worker->links[decode].up = false;
+    worker->links[decode].offer_ns = now_ns == 0 ? 1 : now_ns;
 }
 
 static bool pay_owed(router_cluster *cluster, router_worker *worker)

@@ -91,6 +91,9 @@ void router_cluster_report(router_cluster *cluster, uint32_t slot,
                            const pd_msg_heartbeat *heartbeat, uint64_t now_ns);
 void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg_link *link,
                             uint64_t now_ns);
+/* That prefill worker says that it has no link there: offered again, used when it says so. */
+void router_cluster_doubt_link(router_cluster *cluster, uint32_t prefill, uint32_t decode,
+                               uint64_t now_ns);
 /* Heartbeats out, owed cancels, links offered again. */
 void router_cluster_on_tick(router_cluster *cluster, uint64_t now_ns);
 /* Before anybody is judged by what was heard: a tick that comes later than it was due by more than

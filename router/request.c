@@ -497,6 +497,8 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     bool matters = r->state == ROUTER_REQUEST_PREFILLING || r->state == ROUTER_REQUEST_LANDING;
     if (done->status == PD_OK || !matters)
         return; /* the first token comes on its own socket, earlier or later */
+    if (done->status == PD_E_PEER && r->decode != ROUTER_NO_WORKER)
+        router_cluster_doubt_link(t->o.cluster, slot, r->decode, now_ns); /* it may know better */
     if (done->status == PD_E_OVERLOAD && r->state == ROUTER_REQUEST_PREFILLING) {
         router_request_requeue(t, r, ROUTER_EVENT_REFUSED, now_ns);
         router_request_block_worker(t, slot, 0, now_ns);

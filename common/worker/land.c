@@ -99,7 +99,7 @@ void pd_landing_begin(pd_landing *landing, uint32_t first, uint32_t count, uint3
 
 bool pd_landing_landed(const pd_landing *landing)
 {
-    return landing->good_count == landing->to_land;
+    return landing->good_count == landing->to_land && landing->checks == 0;
 }
 
 bool pd_landing_written(const pd_landing *landing)

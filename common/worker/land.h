@@ -81,7 +81,7 @@ void pd_land_ask_missing(pd_lander *lander, pd_landing *landing);
 /* Nobody waits for it any more. */
 void pd_land_give_up(pd_lander *lander, pd_landing *landing);
 
-/* Everything is there and good. */
+/* Everything is there and good, and no check (of a block that came twice) reads it any more. */
 bool pd_landing_landed(const pd_landing *landing);
 /* Nobody writes any more: all has come, or the sender has closed. */
 bool pd_landing_written(const pd_landing *landing);

@@ -120,12 +120,38 @@ void pd_source_refuse(pd_source *source, const pd_msg_ship_request *asked, pd_st
     say_done(source, &ship);
 }
 
+static bool same_key(const pd_request_key *a, const pd_request_key *b)
+{
+    return a->router == b->router && a->number == b->number && a->epoch == b->epoch;
+}
+
+static bool has_ended(const pd_source *source, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < PD_SOURCE_ENDED_MAX; i++) {
+        if (same_key(&source->ended[i], key))
+            return true;
+    }
+    return false;
+}
+
+/* A request for it may still be under way: from now on it is too late. */
+static void remember_ended(pd_source *source, const pd_request_key *key)
+{
+    if (has_ended(source, key))
+        return;
+    source->ended[source->ended_next] = *key;
+    source->ended_next = (source->ended_next + 1) % PD_SOURCE_ENDED_MAX;
+}
+
 void pd_source_unknown(pd_source *source, const pd_request_key *key)
 {
     pd_source_ship ship = {
         .key = *key, .status = PD_E_NOT_FOUND, .reason = "nothing is held for it", .again = 1};
 
     ship.may_land = pd_last_words_owes(source->o.words, key);
+    if (!ship.may_land)
+        remember_ended(source, key);
+
     say_done(source, &ship);
 }
 
@@ -452,6 +478,46 @@ void pd_source_peer_gone(pd_source *source, uint64_t incarnation, uint64_t now_n
         drop_link(source, link, "the worker is gone", now_ns);
 }
 
+/* ---- receivers, for words that are owed ---- */
+
+static struct pd_source_receiver *receiver_of(pd_source *source, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < PD_SOURCE_RECEIVERS_MAX; i++) {
+        if (incarnation != 0 && source->receivers[i].peer.incarnation == incarnation)
+            return &source->receivers[i];
+    }
+    return NULL;
+}
+
+static void remember_receiver(pd_source *source, const pd_msg_peer *peer)
+{
+    if (receiver_of(source, peer->incarnation) != NULL ||
+        peer->transfer_address_len > PD_WORKER_ADDRESS_BYTES_MAX)
+        return;
+    struct pd_source_receiver *receiver = &source->receivers[source->receivers_next];
+    source->receivers_next = (source->receivers_next + 1) % PD_SOURCE_RECEIVERS_MAX;
+    receiver->peer = *peer;
+    receiver->tried_ns = 0;
+    memcpy(receiver->address, peer->transfer_address, peer->transfer_address_len);
+    receiver->peer.transfer_address = receiver->address;
+}
+
+/* A word waits for a link that nobody else may ask for. */
+static void connect_owed(pd_source *source, uint64_t now_ns)
+{
+    for (uint32_t i = 0; i < PD_SOURCE_RECEIVERS_MAX; i++) {
+        struct pd_source_receiver *receiver = &source->receivers[i];
+        uint64_t incarnation = receiver->peer.incarnation;
+        if (incarnation == 0 || now_ns < receiver->tried_ns + source->o.role->lost_after_ns ||
+            pd_links_by_incarnation(source->o.links, incarnation) != NULL ||
+            !pd_last_words_owes_to(source->o.words, incarnation))
+            continue;
+        receiver->tried_ns = now_ns;
+        if (link_to(source, &receiver->peer, now_ns) == NULL)
+            pd_log_debug("msg=\"no link yet for a last word\" receiver=%s", receiver->peer.name);
+    }
+}
+
 /* ---- requests ---- */
 
 /* NULL, or what is wrong with it. */
@@ -553,6 +619,10 @@ void pd_source_request(pd_source *source, const pd_msg_ship_request *asked,
         return;
     }
     const char *wrong = check(source, asked, sequence, &status);
+    if (has_ended(source, &asked->key)) {
+        wrong = "its receiver waits no more";
+        status = PD_E_CANCELLED;
+    }
     if (wrong != NULL) {
         pd_source_refuse(source, asked, status, wrong);
         return;
@@ -574,6 +644,7 @@ void pd_source_request(pd_source *source, const pd_msg_ship_request *asked,
         pd_source_refuse(source, asked, PD_E_PEER, "no link to the receiver can be made");
         return;
     }
+    remember_receiver(source, &asked->receiver);
     ship->valid_tokens = valid_tokens(source, asked, sequence);
     ship->link_tag = link->tag;
     ship->ticket = source->ticket_next++;
@@ -731,6 +802,30 @@ void pd_source_tick(pd_source *source, uint64_t now_ns)
             tend_link(source, &source->o.links->links[i], now_ns);
     }
     go_on_all(source, now_ns);
+    connect_owed(source, now_ns);
+}
+
+void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_routers *routers,
+                     uint64_t now_ns)
+{
+    pd_source_ship *ship = find(source, key);
+
+    if (ship != NULL) { /* its end is a last word */
+        end_early(source, ship, PD_E_CANCELLED, "its receiver waits no more", now_ns);
+        return;
+    }
+    if (pd_last_words_owes(source->o.words, key))
+        return; /* it is on its way */
+    remember_ended(source, key);
+    /* By any router: the request's own may be lost. */
+    pd_message message = {.kind = PD_MSG_SHIP_DONE,
+                          .ship_done = {.key = *key, .status = PD_E_NOT_FOUND, .again = 1}};
+    snprintf(message.ship_done.reason, sizeof message.ship_done.reason, "nothing is held for it");
+    for (uint32_t i = 0; i < PD_ROUTERS_MAX; i++) {
+        const pd_router_seen *router = &routers->entries[i];
+        if (router->router != 0 && !router->lost)
+            source->o.sink->send(source->o.sink->ctx, router->router, &message);
+    }
 }
 
 void pd_source_tell_lost(pd_source *source, pd_routers *routers, uint64_t now_ns)

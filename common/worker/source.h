@@ -38,14 +38,25 @@ typedef struct pd_source_options {
     void *ctx;
 } pd_source_options;
 
+enum { PD_SOURCE_ENDED_MAX = 256, PD_SOURCE_RECEIVERS_MAX = 8 };
+
 typedef struct pd_source {
     pd_source_options o;
     pd_source_ship *head; /* of all */
     uint32_t count;
     uint64_t ticket_next;
-    bool ship_waits; /* the carrier had no room */
+    bool ship_waits;                           /* the carrier had no room */
+    pd_request_key ended[PD_SOURCE_ENDED_MAX]; /* said to be written no more: never begun again */
+    uint32_t ended_next;
+    struct pd_source_receiver {
+        pd_msg_peer peer; /* its address is below */
+        unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX];
+        uint64_t tried_ns;
+    } receivers[PD_SOURCE_RECEIVERS_MAX]; /* the latest: a last word may be owed to them */
+    uint32_t receivers_next;
 } pd_source;
 
+/* A source must not move in memory afterwards. */
 void pd_source_init(pd_source *source, const pd_source_options *options);
 void pd_source_fini(pd_source *source);
 
@@ -64,6 +75,9 @@ void pd_source_refuse(pd_source *source, const pd_msg_ship_request *asked, pd_st
                       const char *reason);
 /* False: the key is not one of its; the role answers. */
 bool pd_source_again(pd_source *source, const pd_msg_ship_again *asked, uint64_t now_ns);
+/* A receiver asks whether the key is still written (PD_NOTICE_ASK): it waits for the last word. */
+void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_routers *routers,
+                     uint64_t now_ns);
 /* The answer when nobody knows the key: nothing is written. */
 void pd_source_unknown(pd_source *source, const pd_request_key *key);
 /* Ends the shipment of that key. True when there was one; *source_epoch_out: of the sequence that

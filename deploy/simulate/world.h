@@ -24,7 +24,7 @@
 #define SIM_FENCES_MAX    64
 #define SIM_REQUESTS_MAX  256
 #define SIM_PROMPT_MAX    512
-#define SIM_ANSWER_MAX    64
+#define SIM_ANSWER_MAX    192
 
 /* What a run is made of; all of it follows from the seed. */
 typedef struct sim_plan {
