@@ -696,6 +696,18 @@ static void decode_gone(router_requests *t, router_request *r, const loss *lost,
         retry_lost(t, r, lost, computing, now_ns);
 }
 
+/* It left that worker for another's fault a short while ago; this one was dead already, perhaps. */
+static bool was_dying(router_requests *t, router_request *r, uint32_t slot, router_gone how,
+                      uint64_t now_ns)
+{
+    uint64_t incarnation = router_request_worker(t, slot)->hello.incarnation;
+    if (how != ROUTER_GONE_DIED || r->left_incarnation != incarnation ||
+        r->state == ROUTER_REQUEST_CLOSING)
+        return false;
+    r->left_incarnation = 0;
+    return now_ns - r->left_ns <= t->o.config->lost_after_ns;
+}
+
 void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_gone how,
                                     const char *reason, uint64_t now_ns)
 {
@@ -716,6 +728,8 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_go
             if (r->avoid_decode == slot)
                 r->avoid_decode = ROUTER_NO_WORKER;
         }
+        if (was_dying(t, r, slot, how, now_ns) && router_request_blame(t, r, worker->hello.name))
+            continue;
         if (r->pull.slot == slot)
             router_pull_on_gone(t, r, why);
         if (r->prefill == slot)

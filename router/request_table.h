@@ -113,6 +113,9 @@ typedef struct router_request {
     uint32_t gave_way;
     char killed[ROUTER_DEATHS_MAX][PD_NAME_BYTES]; /* workers that died computing it */
     uint32_t killed_count;
+    uint64_t left_incarnation; /* who computed it when it was tried again for another's fault: it
+                                  may be dead already, which is heard of later */
+    uint64_t left_ns;
     uint32_t peer_refusals; /* leases refused because the prefill worker is gone */
     uint32_t avoid_prefill, avoid_decode;
     uint64_t too_small[ROUTER_SLOT_BITS];

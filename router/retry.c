@@ -113,12 +113,10 @@ static bool spend(router_requests *t, uint64_t now_ns)
     return true;
 }
 
-/* True when the request has ended: it may be what brings workers down. */
-static bool is_suspect(router_requests *t, router_request *r, const router_failure *failure)
+/* It may be what brings workers down. */
+bool router_request_blame(router_requests *t, router_request *r, const char *worker)
 {
-    if (!failure->died)
-        return false;
-    snprintf(r->killed[r->killed_count], sizeof r->killed[0], "%s", failure->name);
+    snprintf(r->killed[r->killed_count], sizeof r->killed[0], "%s", worker);
     if (++r->killed_count < ROUTER_DEATHS_MAX)
         return false;
     t->o.counters->suspects++;
@@ -133,7 +131,7 @@ void router_request_retry(router_requests *t, router_request *r, const router_fa
                           uint64_t now_ns)
 {
     const router_core_config *config = t->o.config;
-    if (is_suspect(t, r, failure))
+    if (failure->died && router_request_blame(t, r, failure->name))
         return;
     if (r->failures_in_row >= FAILURES_IN_ROW_MAX || r->failures >= FAILURES_MAX) {
         router_request_fail(t, r, 503, failure->code, 1, "%s (attempt %u)", failure->why,
@@ -157,6 +155,13 @@ void router_request_retry(router_requests *t, router_request *r, const router_fa
         r->avoid_prefill = failure->slot;
     else if (failure->slot != ROUTER_NO_WORKER)
         r->avoid_decode = failure->slot;
+    uint32_t computes = r->state == ROUTER_REQUEST_DECODING  ? r->decode
+                        : router_request_computes(r, now_ns) ? r->prefill
+                                                             : ROUTER_NO_WORKER;
+    if (computes != ROUTER_NO_WORKER) {
+        r->left_incarnation = router_request_worker(t, computes)->hello.incarnation;
+        r->left_ns = now_ns;
+    }
     r->not_before_ns =
         r->failures_in_row <= 1
             ? 0

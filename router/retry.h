@@ -52,6 +52,8 @@ void router_request_requeue(router_requests *t, router_request *r, router_event 
 /* Another attempt, or an error. r may be gone afterwards. */
 void router_request_retry(router_requests *t, router_request *r, const router_failure *failure,
                           uint64_t now_ns);
+/* That worker died while it computed the request. True: it was one too many, and r is gone. */
+bool router_request_blame(router_requests *t, router_request *r, const char *worker);
 /* What a worker answered with status: true when that is the client's error, which has ended it. */
 bool router_request_clients_error(router_requests *t, router_request *r, pd_status status,
                                   const char *worker, const char *reason);

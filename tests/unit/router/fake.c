@@ -724,8 +724,10 @@ static void on_step(fake *f, uint32_t i)
 static void on_audit(fake *f, uint32_t i, const pd_msg_audit *audit)
 {
     fake_worker *w = &f->workers[i];
-    pd_audit_entry entries[2 * FAKE_LEASES_MAX];
+    pd_audit_entry entries[2 * FAKE_LEASES_MAX + 1];
     uint32_t count = 0;
+    if (w->quarantined.number != 0)
+        entries[count++] = (pd_audit_entry){w->quarantined, PD_AUDIT_QUARANTINED, 1};
     for (uint32_t n = 0; n < w->prefills; n++) {
         const fake_prompt *p = &w->prompts[n];
         entries[count++] = (pd_audit_entry){

@@ -20,22 +20,6 @@ static void end_world(world *w)
     world_free(w);
 }
 
-static void wait_for_token(world *w, const answer *a, uint32_t index)
-{
-    for (int i = 0; i < 5000 && a->next <= index; i++)
-        wait_ms(w, 1);
-    assert_true(a->next > index);
-}
-
-static void assert_whole(const world *w, const answer *a)
-{
-    if (a->status != 0)
-        fail_msg("%d %s: %s", a->status, a->code, a->message);
-    assert_int_equal(a->ends, 1);
-    assert_int_equal(a->next, a->max);
-    assert_nothing_left(w);
-}
-
 static uint32_t busy_decode(const fake *f)
 {
     for (uint32_t i = 0; i < f->workers_count; i++) {
@@ -593,15 +577,6 @@ static void a_worker_lost_while_a_sequence_moves_costs_no_token(void **state)
 
 /* ---- pulls ---- */
 
-static void store_prompt(world *w, uint32_t worker, uint32_t first, uint32_t blocks)
-{
-    pd_hash128 hashes[64];
-    for (uint32_t i = 0; i < blocks; i++)
-        hashes[i] = (pd_hash128){first, i + 1};
-    fake_store(&w->fake, worker, hashes, blocks);
-    wait_ms(w, 20);
-}
-
 static void blocks_that_a_decode_worker_holds_are_fetched(void **state)
 {
     (void)state;
@@ -692,122 +667,6 @@ static void who_is_more_important_goes_first(void **state)
     assert_int_equal(low->next, 0);
     wait_ms(w, 1000);
     assert_int_equal(w->fake.workers[1].last_lease.priority, -3);
-    assert_nothing_left(w);
-    end_world(w);
-}
-
-/* ---- audits ---- */
-
-static void patient(router_core_config *config)
-{
-    config->transfer_ns = config->decode_idle_ns = config->prefill_ns = 60 * PD_NS_PER_S;
-    config->total_ns = 200 * PD_NS_PER_S;
-}
-
-static void what_a_worker_holds_for_nobody_is_ended(void **state)
-{
-    (void)state;
-    world *w = one_to_one(61);
-    fake_worker *decode = &w->fake.workers[1], *prefill = &w->fake.workers[0];
-    decode->leases[3] = (fake_lease){.key = {0x77, 12345, 1}, .blocks = 5};
-    decode->free -= 5;
-    prefill->prompts[prefill->prefills++] = (fake_prompt){.key = {0x77, 99, 2}, .computed = true};
-    wait_ms(w, 2300); /* one answer is not believed */
-    assert_int_equal(decode->free, 507);
-    wait_ms(w, 2300);
-    assert_nothing_left(w);
-    assert_int_equal(counters_of(w).audit_unknown, 2);
-    end_world(w);
-}
-
-static void what_a_worker_lost_is_tried_again(void **state)
-{
-    (void)state;
-    for (uint32_t which = 0; which < 2; which++) {
-        world *w = world_with(62, patient);
-        fake *f = &w->fake;
-        fake_add(f, PD_ROLE_PREFILL, 512);
-        fake_add(f, PD_ROLE_DECODE, 512);
-        wait_ms(w, 200);
-        answer *a = ask(w, 40, 100);
-        if (which == 1)
-            wait_for_token(w, a, 20);
-        while (which == 0 && f->workers[0].prefills == 0)
-            fake_run(f, f->now_ns + 100000);
-        if (which == 0) {
-            f->workers[0].prefills = 0;
-        } else {
-            memset(f->workers[1].leases, 0, sizeof f->workers[1].leases);
-            f->workers[1].free = 512;
-        }
-        wait_ms(w, 7000);
-        assert_whole(w, a);
-        assert_int_equal(counters_of(w).audit_missing, 1);
-        assert_int_equal(counters_of(w).retries[ROUTER_RETRY_MISSING], 1);
-        end_world(w);
-    }
-}
-
-static void a_lost_start_is_said_again(void **state)
-{
-    (void)state;
-    world *w = world_with(63, patient);
-    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
-    fake_add(&w->fake, PD_ROLE_DECODE, 512);
-    wait_ms(w, 200);
-    w->fake.lose[PD_MSG_DECODE_START] = 1;
-    answer *a = ask(w, 40, 20);
-    wait_ms(w, 7000);
-    assert_whole(w, a);
-    assert_int_equal(counters_of(w).audit_unstarted, 1);
-    assert_int_equal(counters_of(w).retried, 0);
-    end_world(w);
-}
-
-static void a_quarantine_hears_again_of_who_was_given_up(void **state)
-{
-    (void)state;
-    world *w = one_to_one(64);
-    fake_worker *decode = &w->fake.workers[1];
-    decode->waits_for = w->fake.workers[0].incarnation;
-    wait_ms(w, 7000);
-    assert_true(decode->waits_for != 0); /* it lives */
-    w->fake.lose[PD_MSG_PEER_GONE] = 1;
-    fake_kill(&w->fake, 0);
-    wait_ms(w, 7000);
-    assert_int_equal(decode->waits_for, 0);
-    assert_true(counters_of(w).audit_waits > 0);
-    end_world(w);
-}
-
-typedef struct audits {
-    uint32_t count;
-    uint32_t running, expected, total;
-} audits;
-
-static void on_audit(void *ctx, const router_audit_view *view)
-{
-    audits *a = ctx;
-    a->count++;
-    a->running += view->states[PD_AUDIT_RUNNING];
-    a->expected += view->expected_decode;
-    a->total += view->ledger.total;
-    assert_int_equal(view->unknown_count + view->missing_count + view->waits_count, 0);
-}
-
-static void an_audit_shows_both_views(void **state)
-{
-    (void)state;
-    world *w = one_to_one(65);
-    ask(w, 40, 3500);
-    wait_ms(w, 3000);
-    audits seen = {0};
-    router_core_each_audit(w->fake.core, w->fake.now_ns, on_audit, &seen);
-    assert_int_equal(seen.count, 2);
-    assert_int_equal(seen.running, 1);
-    assert_int_equal(seen.expected, 1);
-    assert_int_equal(seen.total, 1024);
-    wait_ms(w, 2000);
     assert_nothing_left(w);
     end_world(w);
 }
@@ -972,11 +831,6 @@ int main(void)
         cmocka_unit_test(blocks_that_are_cheaper_computed_are_not_fetched),
         cmocka_unit_test(a_lost_source_does_not_hold_up_a_prompt),
         cmocka_unit_test(who_is_more_important_goes_first),
-        cmocka_unit_test(what_a_worker_holds_for_nobody_is_ended),
-        cmocka_unit_test(what_a_worker_lost_is_tried_again),
-        cmocka_unit_test(a_lost_start_is_said_again),
-        cmocka_unit_test(a_quarantine_hears_again_of_who_was_given_up),
-        cmocka_unit_test(an_audit_shows_both_views),
         cmocka_unit_test(cancel_while_out_of_room_frees_everything),
         cmocka_unit_test(an_end_of_all_ends_everything),
         cmocka_unit_test(a_storm_leaves_nothing_behind),

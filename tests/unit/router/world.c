@@ -149,3 +149,28 @@ world *one_to_one(uint64_t seed)
     wait_ms(w, 200);
     return w;
 }
+
+void wait_for_token(world *w, const answer *a, uint32_t index)
+{
+    for (int i = 0; i < 5000 && a->next <= index; i++)
+        wait_ms(w, 1);
+    assert_true(a->next > index);
+}
+
+void assert_whole(const world *w, const answer *a)
+{
+    if (a->status != 0)
+        fail_msg("%d %s: %s", a->status, a->code, a->message);
+    assert_int_equal(a->ends, 1);
+    assert_int_equal(a->next, a->max);
+    assert_nothing_left(w);
+}
+
+void store_prompt(world *w, uint32_t worker, uint32_t first, uint32_t blocks)
+{
+    pd_hash128 hashes[64];
+    for (uint32_t i = 0; i < blocks; i++)
+        hashes[i] = (pd_hash128){first, i + 1};
+    fake_store(&w->fake, worker, hashes, blocks);
+    wait_ms(w, 20);
+}

@@ -36,6 +36,11 @@ world *one_to_one(uint64_t seed);
 answer *ask(world *w, uint32_t prompt, uint32_t max);
 answer *ask_with(world *w, uint32_t prompt, uint32_t max, int32_t priority);
 void wait_ms(world *w, uint64_t ms);
+void wait_for_token(world *w, const answer *a, uint32_t index);
+/* The worker holds so many leading blocks of the prompt of request number `first`. */
+void store_prompt(world *w, uint32_t worker, uint32_t first, uint32_t blocks);
 /* Every request has ended once, and no worker holds anything. */
 void assert_nothing_left(const world *w);
+/* It has ended well, with every token, and nothing is left. */
+void assert_whole(const world *w, const answer *a);
 router_core_counters counters_of(const world *w);

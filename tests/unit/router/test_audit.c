@@ -1,0 +1,181 @@
+/* What the router and a worker do not agree on, and last words that are late: made good. */
+
+#include "common/base/log.h"
+#include "tests/unit/router/world.h"
+
+static void patient(router_core_config *config)
+{
+    config->transfer_ns = config->decode_idle_ns = config->prefill_ns = 60 * PD_NS_PER_S;
+    config->total_ns = 200 * PD_NS_PER_S;
+}
+
+static void what_a_worker_holds_for_nobody_is_ended(void **state)
+{
+    (void)state;
+    world *w = one_to_one(61);
+    fake_worker *decode = &w->fake.workers[1], *prefill = &w->fake.workers[0];
+    decode->leases[3] = (fake_lease){.key = {0x77, 12345, 1}, .blocks = 5};
+    decode->free -= 5;
+    prefill->prompts[prefill->prefills++] = (fake_prompt){.key = {0x77, 99, 2}, .computed = true};
+    wait_ms(w, 2300); /* one answer is not believed */
+    assert_int_equal(decode->free, 507);
+    wait_ms(w, 2300);
+    assert_nothing_left(w);
+    assert_int_equal(counters_of(w).audit_unknown, 2);
+    world_free(w);
+}
+
+static void what_a_worker_lost_is_tried_again(void **state)
+{
+    (void)state;
+    for (uint32_t which = 0; which < 2; which++) {
+        world *w = world_with(62, patient);
+        fake *f = &w->fake;
+        fake_add(f, PD_ROLE_PREFILL, 512);
+        fake_add(f, PD_ROLE_DECODE, 512);
+        wait_ms(w, 200);
+        answer *a = ask(w, 40, 100);
+        if (which == 1)
+            wait_for_token(w, a, 20);
+        while (which == 0 && f->workers[0].prefills == 0)
+            fake_run(f, f->now_ns + 100000);
+        if (which == 0) {
+            f->workers[0].prefills = 0;
+        } else {
+            memset(f->workers[1].leases, 0, sizeof f->workers[1].leases);
+            f->workers[1].free = 512;
+        }
+        wait_ms(w, 7000);
+        assert_whole(w, a);
+        assert_int_equal(counters_of(w).audit_missing, 1);
+        assert_int_equal(counters_of(w).retries[ROUTER_RETRY_MISSING], 1);
+        world_free(w);
+    }
+}
+
+static void a_lost_start_is_said_again(void **state)
+{
+    (void)state;
+    world *w = world_with(63, patient);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    w->fake.lose[PD_MSG_DECODE_START] = 1;
+    answer *a = ask(w, 40, 20);
+    wait_ms(w, 7000);
+    assert_whole(w, a);
+    assert_int_equal(counters_of(w).audit_unstarted, 1);
+    assert_int_equal(counters_of(w).retried, 0);
+    world_free(w);
+}
+
+static void a_quarantine_hears_again_of_who_was_given_up(void **state)
+{
+    (void)state;
+    world *w = one_to_one(64);
+    fake_worker *decode = &w->fake.workers[1];
+    decode->waits_for = w->fake.workers[0].incarnation;
+    wait_ms(w, 7000);
+    assert_true(decode->waits_for != 0); /* it lives */
+    w->fake.lose[PD_MSG_PEER_GONE] = 1;
+    fake_kill(&w->fake, 0);
+    wait_ms(w, 7000);
+    assert_int_equal(decode->waits_for, 0);
+    assert_true(counters_of(w).audit_waits > 0);
+    world_free(w);
+}
+
+typedef struct audits {
+    uint32_t count;
+    uint32_t running, expected, total;
+} audits;
+
+static void on_audit(void *ctx, const router_audit_view *view)
+{
+    audits *a = ctx;
+    a->count++;
+    a->running += view->states[PD_AUDIT_RUNNING];
+    a->expected += view->expected_decode;
+    a->total += view->ledger.total;
+    assert_int_equal(view->unknown_count + view->missing_count + view->waits_count, 0);
+}
+
+static void an_audit_shows_both_views(void **state)
+{
+    (void)state;
+    world *w = one_to_one(65);
+    ask(w, 40, 3500);
+    wait_ms(w, 3000);
+    audits seen = {0};
+    router_core_each_audit(w->fake.core, w->fake.now_ns, on_audit, &seen);
+    assert_int_equal(seen.count, 2);
+    assert_int_equal(seen.running, 1);
+    assert_int_equal(seen.expected, 1);
+    assert_int_equal(seen.total, 1024);
+    wait_ms(w, 2000);
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+/* The last word of a sender may come before the lease is bound, or be lost with a link. */
+static void a_quarantine_of_an_attempt_that_is_over_is_asked_about(void **state)
+{
+    (void)state;
+    world *w = one_to_one(67);
+    w->fake.workers[1].quarantined = (pd_request_key){0x77, 4711, 1};
+    wait_ms(w, 2300);
+    assert_int_equal(w->fake.workers[0].cancels, 0); /* one answer is not believed */
+    wait_ms(w, 2000);
+    assert_int_equal(w->fake.workers[0].cancels, 1);
+    assert_int_equal(w->fake.workers[1].cancels, 0);
+    assert_int_equal(counters_of(w).audit_quarantined, 1);
+    assert_int_equal(counters_of(w).audit_unknown, 0);
+    world_free(w);
+}
+
+/* The request is gone, but the blocks that were fetched for it wait for this word. */
+static void the_last_word_on_a_pull_is_passed_on_after_its_request(void **state)
+{
+    (void)state;
+    world *w = one_to_one(68);
+    fake *f = &w->fake;
+    store_prompt(w, 1, 1, 20);
+    answer *a = ask(w, 320, 20);
+    while (f->sent[PD_MSG_SHIP_REQUEST] == 0)
+        fake_run(f, f->now_ns + 100000);
+    pd_message done = {
+        .kind = PD_MSG_SHIP_DONE,
+        .ship_done = {.key = f->workers[0].last_prefill.key, .status = PD_E_CANCELLED}};
+    a->cancelled = true;
+    router_core_cancel(f->core, a->handle, f->now_ns);
+    wait_ms(w, 20);
+    assert_int_equal(f->workers[0].unwritten, 0); /* the source may still write */
+    done.ship_done.may_land = true;
+    router_core_on_message(f->core, f->workers[1].identity, &done, f->now_ns);
+    wait_ms(w, 20);
+    assert_int_equal(f->workers[0].unwritten, 0);
+    done.ship_done.may_land = false;
+    router_core_on_message(f->core, f->workers[1].identity, &done, f->now_ns);
+    wait_ms(w, 20);
+    assert_int_equal(f->workers[0].unwritten, 1);
+    router_core_on_message(f->core, f->workers[1].identity, &done, f->now_ns);
+    wait_ms(w, 20);
+    assert_int_equal(f->workers[0].unwritten, 1); /* once */
+    assert_nothing_left(w);
+    world_free(w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_a_worker_holds_for_nobody_is_ended),
+        cmocka_unit_test(what_a_worker_lost_is_tried_again),
+        cmocka_unit_test(a_lost_start_is_said_again),
+        cmocka_unit_test(a_quarantine_hears_again_of_who_was_given_up),
+        cmocka_unit_test(an_audit_shows_both_views),
+        cmocka_unit_test(a_quarantine_of_an_attempt_that_is_over_is_asked_about),
+        cmocka_unit_test(the_last_word_on_a_pull_is_passed_on_after_its_request),
+    };
+    pd_log_init("test", PD_LOG_ERROR);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
