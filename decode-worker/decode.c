@@ -468,6 +468,19 @@ static void say_bound(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
         on_all_landed(core, s, now_ns);
 }
 
+/* A router that knew it only later may count on a sender that was given up and fenced off here,
+ * and that lives. Nothing of it lands any more: it has to come anew. */
+static void say_fenced(pd_role_core *core, uint64_t router, const char *name, uint64_t incarnation)
+{
+    pd_message message = {.kind = PD_MSG_LINK, .link = {.peer_incarnation = incarnation}};
+
+    if (!decode_senders_is_ended(&core->senders, incarnation))
+        return;
+    snprintf(message.link.peer, sizeof message.link.peer, "%s", name);
+    snprintf(message.link.reason, sizeof message.link.reason, "it was given up and is fenced off");
+    core->sink.send(core->sink.ctx, router, &message);
+}
+
 static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns,
                        decode_sequence **sequence_out, decode_refusal *refusal_out)
 {
@@ -479,6 +492,7 @@ static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, ui
         /* the router believes in a peer that is gone */
         pd_log_req_warn(asked->id, "msg=\"lease refused: its sender is gone\" sender=%s",
                         asked->sender.name);
+        say_fenced(core, asked->key.router, asked->sender.name, asked->sender.incarnation);
         refusal_out->reason = "the sender is gone";
         return PD_E_PEER;
     }
@@ -726,7 +740,10 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
         break;
     case PD_MSG_RELEASE: on_release(core, &message->release, now_ns); break;
     case PD_MSG_AUDIT: on_audit(core, router, &message->audit); break;
-    case PD_MSG_PEER_UP: decode_senders_welcome(&core->senders, &message->peer_up); break;
+    case PD_MSG_PEER_UP:
+        decode_senders_welcome(&core->senders, &message->peer_up);
+        say_fenced(core, router, message->peer_up.name, message->peer_up.incarnation);
+        break;
     case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:
     case PD_MSG_ROUTER_HEARTBEAT: on_heartbeat(core, router, now_ns); break;

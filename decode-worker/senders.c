@@ -11,6 +11,15 @@ bool decode_senders_is_dead(const decode_senders *senders, uint64_t incarnation)
     return false;
 }
 
+bool decode_senders_is_ended(const decode_senders *senders, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < DECODE_SENDERS_DEAD_MAX; i++) {
+        if (incarnation != 0 && senders->dead[i].incarnation == incarnation)
+            return senders->dead[i].ended;
+    }
+    return false;
+}
+
 void decode_senders_refuse(decode_senders *senders, uint64_t incarnation, bool ended)
 {
     if (incarnation == 0)

@@ -16,6 +16,8 @@ typedef struct decode_senders {
     uint32_t next;
 } decode_senders;
 
+/* Nothing that it writes can land here any more, whoever counts on it. */
+bool decode_senders_is_ended(const decode_senders *senders, uint64_t incarnation);
 bool decode_senders_is_dead(const decode_senders *senders, uint64_t incarnation);
 void decode_senders_refuse(decode_senders *senders, uint64_t incarnation, bool ended);
 /* A router gave it up and another one, or the same anew, counts on it: it may write again. */

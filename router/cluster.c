@@ -382,13 +382,29 @@ void router_cluster_report(router_cluster *cluster, uint32_t slot,
                     worker->hello.name);
 }
 
+static void refuse_fenced(router_cluster *cluster, const router_worker *peer,
+                          const router_worker *by, const char *reason)
+{
+    pd_message message = {.kind = PD_MSG_REFUSED, .refused.anew = true};
+    snprintf(message.refused.reason, sizeof message.refused.reason,
+             "worker %s takes nothing of incarnation %016" PRIx64 " any more: %s", by->hello.name,
+             peer->hello.incarnation, reason);
+    pd_log_warn("msg=\"a worker has to come anew: %s\" worker=%s", message.refused.reason,
+                peer->hello.name);
+    if (!send(cluster, peer->identity, &message))
+        pd_log_debug("msg=\"the refusal could not be sent\" worker=%s", peer->hello.name);
+}
+
 void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg_link *link,
                             uint64_t now_ns)
 {
     router_worker *worker = &cluster->workers[slot];
-    if (worker->links == NULL)
-        return; /* decode workers have none */
     uint32_t peer = router_cluster_by_name(cluster, link->peer, link->peer_incarnation);
+    if (worker->links == NULL) {
+        if (!link->up && peer != ROUTER_NO_WORKER)
+            refuse_fenced(cluster, &cluster->workers[peer], worker, link->reason);
+        return;
+    }
     if (peer == ROUTER_NO_WORKER || cluster->workers[peer].hello.role != PD_ROLE_DECODE)
         return; /* an old one's */
     router_link *entry = &worker->links[peer];

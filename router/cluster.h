@@ -89,6 +89,8 @@ uint32_t router_cluster_by_name(const router_cluster *cluster, const char *name,
 /* A heartbeat came; the caller has found the slot. */
 void router_cluster_report(router_cluster *cluster, uint32_t slot,
                            const pd_msg_heartbeat *heartbeat, uint64_t now_ns);
+/* From a prefill worker: its link. From a decode worker: a peer that it has fenced off, which is
+ * told to come anew. */
 void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg_link *link,
                             uint64_t now_ns);
 /* That prefill worker says that it has no link there: offered again, used when it says so. */

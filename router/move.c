@@ -217,6 +217,8 @@ void router_move_on_lease(router_requests *t, router_request *r, uint32_t slot,
     else if (!reply->bound || reply->held_blocks > r->suspended.kv_tokens / block_tokens ||
              (uint64_t)reply->held_blocks + reply->blocks_count != blocks)
         router_move_failed(t, r, "the lease does not fit the sequence", now_ns);
+    else if (reply->blocks_count == 0) /* its cache has them all: there is nothing to ship */
+        router_move_on_landed(t, r, slot, now_ns);
     else if (!ask_to_ship(t, r, reply, now_ns))
         router_move_failed(t, r, "the holder does not take messages", now_ns);
 }

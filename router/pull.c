@@ -176,11 +176,26 @@ void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_k
         pd_log_debug("msg=\"a question for a last word was not taken\"");
 }
 
+/* A source says that it holds nothing for a key of which this router knows nothing: perhaps of a
+ * router that is lost. Whoever keeps blocks for it hears of it. */
+static void say_unwritten(router_requests *t, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (worker->used && worker->hello.role == PD_ROLE_PREFILL)
+            tell_unwritten(t, i, key);
+    }
+}
+
 bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_done *done)
 {
     router_request *r = router_request_find_key(t, &done->key);
-    if (r == NULL)
-        return on_left(t, slot, done);
+    if (r == NULL) {
+        bool left = on_left(t, slot, done);
+        if (!left && done->status == PD_E_NOT_FOUND && !done->may_land)
+            say_unwritten(t, &done->key);
+        return left;
+    }
     if (r->pull.slot != slot || !r->pull.asked)
         return false;
     if (!r->pull.open || (done->status == PD_OK && done->again != r->pull.again.count))

@@ -300,6 +300,12 @@ static void judge(sim_world *world, sim_result *result)
     sim_clients_judge(world, result);
     for (uint32_t i = 0; i < plan->routers; i++)
         sim_router_fini(&world->routers[i]); /* its counts are taken */
+    uint64_t retries = 0;
+    for (uint32_t i = 0; i < ROUTER_RETRY_REASONS; i++)
+        retries += world->coverage.retries[i];
+    if (retries > 0 && sim_router_calm(plan))
+        sim_broken(world, "%" PRIu64 " attempts were made again though nothing had gone wrong",
+                   retries);
     if (plan->allowed == SIM_ALLOW_ALL &&
         (plan->routers < 2 || world->workers_count < 4 || plan->requests < 30 ||
          sim_coverage_faults(&world->coverage) < 10))

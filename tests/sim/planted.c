@@ -8,7 +8,6 @@
 #include "common/kv/lease.h"
 #include "common/worker/land.h"
 #include "deploy/simulate/command.h"
-#include "deploy/simulate/net.h"
 #include "router/cluster.h"
 #include "router/request_table.h"
 #include "router/retry.h"
@@ -25,8 +24,7 @@ typedef enum plant {
     PLANT_NO_BUDGET,
     PLANT_NO_QUARANTINE,
     PLANT_SEAL_UNCHECKED,
-    PLANT_EARLY_RELEASE,
-    PLANT_EPOCH_IGNORED,
+    PLANT_UNWRITTEN,
     PLANT_BLOCKS_KEPT,
     PLANT_NO_DEADLINE,
     PLANTS,
@@ -41,8 +39,7 @@ static const char *const names[PLANTS] = {
     [PLANT_NO_BUDGET] = "no-budget",
     [PLANT_NO_QUARANTINE] = "no-quarantine",
     [PLANT_SEAL_UNCHECKED] = "seal-unchecked",
-    [PLANT_EARLY_RELEASE] = "early-release",
-    [PLANT_EPOCH_IGNORED] = "epoch-ignored",
+    [PLANT_UNWRITTEN] = "unwritten-believed",
     [PLANT_BLOCKS_KEPT] = "blocks-kept",
     [PLANT_NO_DEADLINE] = "no-deadline",
 };
@@ -64,8 +61,11 @@ WRAPPED(void, pd_lease_renew, pd_lease *lease, uint64_t expiry_ns)
 WRAPPED(void, router_cluster_cancel, router_cluster *cluster, uint32_t slot,
         const pd_msg_cancel *cancel)
 {
+    pd_msg_cancel said = *cancel;
+
+    said.unwritten = said.unwritten || planted == PLANT_UNWRITTEN;
     if (planted != PLANT_CANCEL_LOST)
-        __real_router_cluster_cancel(cluster, slot, cancel);
+        __real_router_cluster_cancel(cluster, slot, &said);
 }
 
 /* Hands out a block that somebody has leased. */
@@ -108,7 +108,9 @@ WRAPPED(void, router_request_retry, router_requests *t, router_request *r,
 /* What was given up goes back at once, though its sender may still write. */
 WRAPPED(bool, pd_landing_over, const pd_landing *landing)
 {
-    return planted == PLANT_NO_QUARANTINE || __real_pd_landing_over(landing);
+    bool read = landing->checks > 0;
+
+    return (planted == PLANT_NO_QUARANTINE && !read) || __real_pd_landing_over(landing);
 }
 
 WRAPPED(pd_land_result, pd_land_on_checked, pd_lander *lander, const pd_checked *checked,
@@ -118,28 +120,6 @@ WRAPPED(pd_land_result, pd_land_on_checked, pd_lander *lander, const pd_checked 
 
     believed.good = believed.good || planted == PLANT_SEAL_UNCHECKED;
     return __real_pd_land_on_checked(lander, &believed, landing_out);
-}
-
-WRAPPED(bool, sim_net_to_worker, sim_router *router, const char *identity,
-        const pd_message *message)
-{
-    bool sent = __real_sim_net_to_worker(router, identity, message);
-
-    if (planted == PLANT_EARLY_RELEASE && message->kind == PD_MSG_TARGETS) {
-        pd_message release = {.kind = PD_MSG_RELEASE, .release.key = message->targets.key};
-        sent = __real_sim_net_to_worker(router, identity, &release) && sent;
-    }
-    return sent;
-}
-
-WRAPPED(router_request *, router_request_find_key, router_requests *t, const pd_request_key *key)
-{
-    pd_request_key current = *key;
-    router_request *r = router_request_find(t, key->number);
-
-    if (planted == PLANT_EPOCH_IGNORED && r != NULL)
-        current.epoch = r->key.epoch;
-    return __real_router_request_find_key(t, &current);
 }
 
 /* Now and then a block's claim is forgotten. */

@@ -78,10 +78,9 @@ PLANTS = [
     ("leased-evicted", "all", 20),
     ("stale-incarnation", "all", 200),
     ("no-budget", "all", 400),
-    ("no-quarantine", "all", 200),
+    ("no-quarantine", "all", 1000),
+    ("unwritten-believed", "all", 2500),
     ("seal-unchecked", "all", 100),
-    ("early-release", "all", 400),
-    ("epoch-ignored", "all", 400),
     ("blocks-kept", "all", 20),
     ("no-deadline", "all", 20),
 ]
@@ -89,7 +88,7 @@ PLANTS = [
 
 @pytest.mark.parametrize("plant,faults,runs", PLANTS)
 def test_a_planted_fault_is_found(plant, faults, runs):
-    status, out, err = run(PLANTED, "--plant", plant, "--seed", 1, "--runs", runs, "--faults", faults, "--fail-fast")
+    status, out, err = run(PLANTED, "--plant", plant, "--seed", FIRST, "--runs", runs, "--faults", faults, "--fail-fast", "--jobs", JOBS)
     assert status == 1, f"{plant} was not found in {runs} runs\n{out[-1500:]}\n{err[-500:]}"
     assert "FAILED" in out
 
