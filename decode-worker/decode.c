@@ -492,7 +492,6 @@ static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, ui
         /* the router believes in a peer that is gone */
         pd_log_req_warn(asked->id, "msg=\"lease refused: its sender is gone\" sender=%s",
                         asked->sender.name);
-        say_fenced(core, asked->key.router, asked->sender.name, asked->sender.incarnation);
         refusal_out->reason = "the sender is gone";
         return PD_E_PEER;
     }
@@ -520,6 +519,8 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
     if (status != PD_OK) {
         core->counters.refused++;
         say_no_lease(core, &asked->key, asked->id, status, &refusal);
+        if (status == PD_E_PEER)
+            say_fenced(core, asked->key.router, asked->sender.name, asked->sender.incarnation);
         return;
     }
     if (s->ttl_ns == 0)
