@@ -544,14 +544,19 @@ void world_tick(world *w, uint64_t ms)
 
 bool world_settle(world *w)
 {
+    enum { PATIENCE_MS = 400 }; /* who stands still for want of room says so after 250 */
+    uint32_t idle_ms = 0;
+
     for (uint32_t turn = 0; turn < 200000; turn++) {
         if (turn % 16 == 0)
             world_tick(w, 1);
-        if (!world_turn(w)) {
-            world_tick(w, 1);
-            if (!world_turn(w))
-                return true;
+        if (world_turn(w)) {
+            idle_ms = 0;
+            continue;
         }
+        if (idle_ms++ == PATIENCE_MS)
+            return true;
+        world_tick(w, 1);
     }
     return false;
 }

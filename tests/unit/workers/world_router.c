@@ -342,6 +342,12 @@ bool world_read_letter(world *w)
             world_fail_request(w, r, failed->status);
         break;
     }
+    case PD_MSG_SUSPENDED: { /* it gives way, and goes on from its tokens where a test resumes */
+        world_request *r = request_of(w, &letter.message.suspended.key);
+        if (current(r, &letter.message.suspended.key))
+            world_fail_request(w, r, PD_E_OVERLOAD);
+        break;
+    }
     case PD_MSG_LINK: w->links_reported++; break;
     default: fail_msg("a core sent %s", pd_message_name(letter.message.kind));
     }
