@@ -7,7 +7,7 @@ deployment file for all, `--name`, and `--set` for what differs. Three places to
   tcp    one host, ZeroMQ and KV blocks over tcp
   hosts  each service on a host of its own (tests/faults/hosts.py), all over tcp
 
-A keeper thread does what an init system does: a service that has ended is started again, at the
+Nobody outlives the test run, however that ends. A keeper thread does what an init system does: a service that has ended is started again, at the
 same addresses, a moment later. The control plane runs through a tap (tests/faults/tap.py), so that
 a test can act at the very message that it means."""
 
@@ -205,7 +205,7 @@ class Field:
         host = self.host_of(service.name)
         with open(self.log_path(service.name), "a", encoding="utf-8") as log:
             process = subprocess.Popen(
-                host.command(words) if host else words, cwd=cl.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                ["setpriv", "--pdeathsig", "KILL", *(host.command(words) if host else words)], cwd=cl.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**os.environ, **self.env.get(service.role, {}), **self.env.get(service.name, {}), cl.MARK: self.mark}, start_new_session=True,
             )
         with self.lock:
