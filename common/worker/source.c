@@ -271,8 +271,10 @@ static bool next_wanted(const pd_source *source, const pd_source_ship *ship, uin
     return false;
 }
 
+/* again: of what was asked for again, for its notice; what leaves for the first time says 0,
+ * however many words have come, so that it is never taken for the last writing. */
 static pd_status post(pd_source *source, pd_source_ship *ship, const pd_link *link, uint32_t group,
-                      uint32_t groups, uint32_t from, uint32_t count)
+                      uint32_t groups, uint32_t from, uint32_t count, uint32_t again)
 {
     bool last = from + count == ship->count;
     pd_shipment shipment = {
@@ -287,7 +289,7 @@ static pd_status post(pd_source *source, pd_source_ship *ship, const pd_link *li
         .sources = ship->blocks + from,
         .targets = ship->targets + from,
         .valid_tokens = last ? ship->valid_tokens : source->o.role->layout.block_tokens,
-        .again = ship->again,
+        .again = again,
     };
     pd_status status = source->o.sink->ship(source->o.sink->ctx, &shipment);
 
@@ -305,13 +307,13 @@ static pd_status post_ready(pd_source *source, pd_source_ship *ship, const pd_li
     uint32_t groups = source->o.role->layout.groups, group, from, count;
 
     if (!ship->begun) {
-        pd_status status = post(source, ship, link, 0, groups, 0, ship->count);
+        pd_status status = post(source, ship, link, 0, groups, 0, ship->count, 0);
         if (status != PD_OK)
             return status;
         ship->begun = true;
     }
     while (next_wanted(source, ship, &group, &from, &count)) {
-        pd_status status = post(source, ship, link, group, 1, from, count);
+        pd_status status = post(source, ship, link, group, 1, from, count, ship->again);
         if (status != PD_OK)
             return status;
         for (uint32_t i = from; i < from + count; i++) {

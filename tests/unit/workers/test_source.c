@@ -319,6 +319,30 @@ static void blocks_asked_for_again_go_again_and_are_answered_again(void **state)
     teardown(b);
 }
 
+static void the_first_writing_never_says_that_it_is_the_second(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_msg_ship_request asked = asks(4, 88);
+    pd_msg_ship_again again = {.key = asked.key, .group = 1, .first_block = 6, .count = 2};
+    uint32_t epoch;
+
+    ask_move(b, &asked);
+    assert_true(pd_source_again(&b->source, &again, b->now_ns)); /* there is no link yet */
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    assert_int_equal(b->posted_count, 2);
+    assert_int_equal(b->posted[0].again, 0);
+    assert_int_equal(b->posted[0].count, 6);
+    assert_int_equal(b->posted[1].again, 1);
+    assert_int_equal(b->posted[1].count, 2);
+    sent(b, b->posted[0].ticket, PD_OK);
+    sent(b, b->posted[0].ticket, PD_OK);
+    assert_true(b->done_count == 1 && b->done[0].again == 1);
+    assert_true(pd_source_release(&b->source, &asked.key, &epoch));
+    drop_own(b);
+    teardown(b);
+}
+
 static void a_cancel_waits_for_what_is_on_its_way(void **state)
 {
     (void)state;
@@ -505,6 +529,7 @@ int main(void)
         cmocka_unit_test(cached_blocks_are_shipped_by_their_hashes),
         cmocka_unit_test(what_cannot_be_meant_is_refused),
         cmocka_unit_test(blocks_asked_for_again_go_again_and_are_answered_again),
+        cmocka_unit_test(the_first_writing_never_says_that_it_is_the_second),
         cmocka_unit_test(a_cancel_waits_for_what_is_on_its_way),
         cmocka_unit_test(a_link_that_fails_leaves_its_last_word_to_the_next),
         cmocka_unit_test(a_failed_write_ends_with_its_link),
