@@ -602,8 +602,11 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
     decode_sequence *s = find(core, &cancel->key);
 
     bool ships = pd_source_cancel(&core->source, &cancel->key, now_ns);
-    if (s == NULL && !ships) /* it was to be shipped from here, perhaps, and we never heard of it */
+    if (s == NULL && !ships) {
+        /* it was to be shipped from here, perhaps, and we never heard of it */
+        pd_last_words_end(&core->words, &cancel->key);
         pd_last_words_everywhere(&core->words, &cancel->key);
+    }
     if (s == NULL)
         return;
     if (alive(s)) {

@@ -464,6 +464,35 @@ static void the_first_writing_never_says_that_it_is_the_second(void **state)
     world_destroy(w);
 }
 
+/* Who asks after the link broke hears that what it carried may land still, and a request that
+ * comes once more is not computed, and above all not written, once more. */
+static void what_has_ended_stays_ended(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 40, 5);
+    send_direct(w, &d);
+    assert_true(world_end_step(w, &w->prefill));
+    for (uint32_t i = 0; i < w->wire_count; i++)
+        w->wire[i].receiver = 1; /* somebody else's memory by now */
+    while (!w->link_closing)
+        assert_true(world_deliver(w));
+    assert_true(world_deliver(w)); /* closed */
+    assert_true(last_done(w)->may_land);
+    ship_again(w, &d, 0, 0, 1);
+    assert_int_equal(last_done(w)->status, PD_E_NOT_FOUND);
+    assert_true(last_done(w)->may_land);
+    send_direct(w, &d);
+    assert_null(w->prefill.running);
+    assert_int_equal(last_done(w)->status, PD_E_CANCELLED);
+    assert_true(last_done(w)->may_land);
+    w->letters_count = 0;
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
 static void blocks_are_shipped_again_once(void **state)
 {
     (void)state;
@@ -573,6 +602,7 @@ int main(void)
         cmocka_unit_test(what_the_carrier_has_no_room_for_leaves_later),
         cmocka_unit_test(an_end_token_first_stops_the_shipping),
         cmocka_unit_test(the_first_writing_never_says_that_it_is_the_second),
+        cmocka_unit_test(what_has_ended_stays_ended),
         cmocka_unit_test(blocks_are_shipped_again_once),
         cmocka_unit_test(copies_are_held_until_somebody_ends_that),
         cmocka_unit_test(leaving_cancels_everything),
