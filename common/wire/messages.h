@@ -157,6 +157,9 @@ typedef struct pd_msg_landed {
     bool started; /* PD_MSG_DECODE_START has come */
 } pd_msg_landed;
 
+/* Of one key: a router passes on no more. */
+#define PD_REFETCHES_MAX 32
+
 /* These blocks of one layer group came wrong, or not at all: fetch them once more. */
 typedef struct pd_msg_refetch {
     pd_request_key key;
