@@ -626,8 +626,8 @@ static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked
 
     key.epoch = asked->source_epoch;
     decode_sequence *s = asked->source_epoch == 0 ? NULL : find(core, &key);
-    /* What is pinned can be evicted no more: promised room stays. */
-    if (asked->source_epoch == 0 && asked->blocks_count > pd_lease_room(core->leases))
+    /* What is pinned, and its whole prefix, can be evicted no more: promised room stays. */
+    if (asked->source_epoch == 0 && asked->hashes_count > pd_lease_room(core->leases))
         pd_source_refuse(&core->source, asked, PD_E_OVERLOAD, "no room to hold the blocks");
     else
         decode_moves_request(&core->source, asked, s != NULL && alive(s) ? s : NULL, now_ns);
