@@ -602,8 +602,11 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
     decode_sequence *s = find(core, &cancel->key);
 
     bool ships = pd_source_cancel(&core->source, &cancel->key, now_ns);
-    if (s == NULL && !ships) /* it was to be shipped from here, perhaps, and we never heard of it */
+    if (s == NULL && !ships) {
+        /* it was to be shipped from here, perhaps, and we never heard of it */
+        pd_last_words_end(&core->words, &cancel->key);
         pd_last_words_everywhere(&core->words, &cancel->key);
+    }
     if (s == NULL)
         return;
     if (alive(s)) {
@@ -623,8 +626,8 @@ static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked
 
     key.epoch = asked->source_epoch;
     decode_sequence *s = asked->source_epoch == 0 ? NULL : find(core, &key);
-    /* What is pinned can be evicted no more: promised room stays. */
-    if (asked->source_epoch == 0 && asked->blocks_count > pd_lease_room(core->leases))
+    /* What is pinned, and its whole prefix, can be evicted no more: promised room stays. */
+    if (asked->source_epoch == 0 && asked->hashes_count > pd_lease_room(core->leases))
         pd_source_refuse(&core->source, asked, PD_E_OVERLOAD, "no room to hold the blocks");
     else
         decode_moves_request(&core->source, asked, s != NULL && alive(s) ? s : NULL, now_ns);

@@ -54,7 +54,9 @@ static void say_last_word(pd_role_core *core, prefill_request *r)
     /* The last word goes by the next link. What was on its way by this one may land until then,
      * and, where the link could not be closed, even after. */
     r->may_land = r->posted > 0;
-    if (!r->unclosed)
+    if (r->unclosed)
+        pd_last_words_never(&core->words, r->receiver, &r->key);
+    else
         pd_last_words_owe(&core->words, r->receiver, &r->key);
 }
 
@@ -81,6 +83,7 @@ static void finish(pd_role_core *core, prefill_request *r)
 
     if (r->ship && !whole)
         say_last_word(core, r);
+    pd_last_words_end(&core->words, &r->key);
     if (r->item.started)
         pd_prefix_cache_drop(core->blocks.cache, r->blocks, r->blocks_count, PD_CLAIM_RUNNING);
     if (r->status == PD_OK || !r->word_owed)

@@ -118,9 +118,13 @@ static void prefill_destroy(pd_role_core *core)
 static void refuse(pd_role_core *core, const pd_msg_prefill_request *asked, const pd_link *link,
                    pd_status status, const char *reason)
 {
-    prefill_request r = {.key = asked->key, .status = status, .reason = reason};
+    prefill_request r = {.key = asked->key,
+                         .status = status,
+                         .reason = reason,
+                         .may_land = pd_last_words_owes(&core->words, &asked->key)};
 
     core->counters.refused++;
+    pd_last_words_end(&core->words, &asked->key);
     pd_log_req_warn(asked->id, "msg=\"prefill refused: %s\" status=%s", reason,
                     pd_status_name(status));
     if (asked->ship && link != NULL)
@@ -148,6 +152,10 @@ static void on_prefill_request(pd_role_core *core, const pd_msg_prefill_request 
     if (wrong == NULL && core->draining) {
         wrong = "the worker is draining";
         status = PD_E_OVERLOAD;
+    }
+    if (pd_last_words_ended(&core->words, &asked->key)) {
+        wrong = "it has ended here";
+        status = PD_E_CANCELLED;
     }
     if (wrong != NULL) {
         refuse(core, asked, link, status, wrong);
@@ -230,6 +238,8 @@ static void on_ship_again(pd_role_core *core, const pd_msg_ship_again *asked, ui
     if (r == NULL) {
         prefill_request unknown = {.key = asked->key, .again = 1, .status = PD_E_NOT_FOUND};
         unknown.reason = "its copies are gone";
+        unknown.may_land = pd_last_words_owes(&core->words, &asked->key);
+        pd_last_words_end(&core->words, &asked->key);
         prefill_say_done(core, &unknown);
         return;
     }
@@ -249,11 +259,13 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
 {
     prefill_request *r = pd_key_table_get(core->by_key, &cancel->key);
 
-    if (r != NULL)
+    if (r != NULL) {
         prefill_end_early(core, r, PD_E_CANCELLED, "cancelled", now_ns);
-    else if (!pd_source_cancel(&core->source, &cancel->key, now_ns))
+    } else if (!pd_source_cancel(&core->source, &cancel->key, now_ns)) {
         /* leased for, perhaps, and never asked of us */
+        pd_last_words_end(&core->words, &cancel->key);
         pd_last_words_everywhere(&core->words, &cancel->key);
+    }
     if (cancel->unwritten)
         prefill_pull_unwritten(&core->pulls, &cancel->key);
 }

@@ -79,9 +79,7 @@ bool prefill_ship_again(prefill_request *r, const pd_msg_ship_again *asked, pd_s
             continue;
         fresh = true;
         r->asked[bit / 64] |= mask;
-        /* What has not left yet leaves later, and its notice counts this word. */
-        if (block < r->shipped[asked->group])
-            r->want[bit / 64] |= mask;
+        r->want[bit / 64] |= mask; /* what has not left yet leaves, and then once more */
     }
     r->again += fresh;
     return true;
@@ -91,7 +89,7 @@ static bool wanted(const prefill_request *r, uint32_t group, uint32_t block)
 {
     uint64_t bit = bit_of(r, group, block);
 
-    return (r->want[bit / 64] >> (bit % 64) & 1) != 0;
+    return block < r->shipped[group] && (r->want[bit / 64] >> (bit % 64) & 1) != 0;
 }
 
 /* The first run of blocks of one group that are to leave again. */
@@ -106,8 +104,11 @@ static bool next_wanted(const prefill_request *r, pd_shipment *out)
             uint32_t end = block + 1;
             while (end < r->blocks_count && wanted(r, g, end))
                 end++;
-            *out =
-                (pd_shipment){.group_first = g, .groups = 1, .first = block, .count = end - block};
+            *out = (pd_shipment){.group_first = g,
+                                 .groups = 1,
+                                 .first = block,
+                                 .count = end - block,
+                                 .again = r->again};
             return true;
         }
     }
@@ -149,7 +150,6 @@ bool prefill_ship_next(const prefill_request *r, const pd_kv_layout *layout, pd_
     out->sources = r->blocks + out->first;
     out->targets = r->targets + (out->first - r->held);
     out->valid_tokens = rest < layout->block_tokens ? rest : layout->block_tokens;
-    out->again = r->again;
     return true;
 }
 
@@ -159,7 +159,7 @@ void prefill_ship_posted(prefill_request *r, const pd_kv_layout *layout, const p
 
     r->posted++;
     for (uint32_t g = s->group_first; g < s->group_first + s->groups; g++) {
-        for (uint32_t block = s->first; r->want != NULL && block < end; block++) {
+        for (uint32_t block = s->first; s->again > 0 && block < end; block++) {
             uint64_t bit = bit_of(r, g, block);
             r->want[bit / 64] &= ~((uint64_t)1 << (bit % 64));
         }

@@ -5,7 +5,9 @@
  * A layer group of a block leaves once its KV is final and the decode worker has said where it
  * goes. While a step runs its groups become final one after the other; as many as the cost model
  * says make one shipment, and at the step's end everything that is final leaves. Blocks that are
- * asked for again leave again, once. Pure. One thread. */
+ * asked for again leave again, once, in shipments of their own: only their notices say that they
+ * are written again, so that whoever has such a notice knows that no other writing of these blocks
+ * is to come. Pure. One thread. */
 
 #include "prefill-worker/request.h"
 

@@ -126,7 +126,8 @@ void router_pull_left(router_requests *t, const router_request *r)
         .key = r->key,
         .source = gone ? 0 : router_request_worker(t, r->pull.slot)->hello.incarnation,
         .receiver = router_request_worker(t, r->prefill)->hello.incarnation,
-        .may_land = r->pull.may_land};
+        .may_land = r->pull.may_land,
+        .again = r->pull.again.count};
 }
 
 static router_left_pull *find_left(router_requests *t, const pd_request_key *key)
@@ -151,6 +152,8 @@ static bool on_left(router_requests *t, uint32_t slot, const pd_msg_ship_done *d
     router_left_pull *left = find_left(t, &done->key);
     if (left == NULL || left->source != router_request_worker(t, slot)->hello.incarnation)
         return false;
+    if (done->status == PD_OK && done->again != left->again)
+        return true; /* said before it heard that it is to ship once more */
     left->may_land = done->may_land;
     if (left->may_land)
         return true; /* a cut link: the receiver waits for more than a word */
@@ -170,8 +173,11 @@ void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_k
         return;
     }
     uint32_t source = router_cluster_by_incarnation(t->o.cluster, left->source);
-    /* Some block: what matters is the answer, also of one that has forgotten the key. */
-    pd_message message = {.kind = PD_MSG_SHIP_AGAIN, .ship_again = {.key = *key, .count = 1}};
+    /* No layer group that there is: what matters is the answer, also of one that has forgotten the
+     * key. A block that was written again now could land where the first writing's end has freed
+     * it. */
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
+                          .ship_again = {.key = *key, .group = UINT32_MAX, .count = 1}};
     if (!left->may_land && source != ROUTER_NO_WORKER && !router_request_send(t, source, &message))
         pd_log_debug("msg=\"a question for a last word was not taken\"");
 }

@@ -51,6 +51,7 @@ typedef struct router_left_pull {
     pd_request_key key;        /* number 0: unused */
     uint64_t source, receiver; /* incarnations */
     bool may_land;             /* the last word did not say that nothing lands any more */
+    uint32_t again;            /* ShipAgain sent: a last word has seen them all */
 } router_left_pull;
 
 /* To another decode worker, with the KV: request.decode and key stay the old ones until the new

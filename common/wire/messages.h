@@ -157,6 +157,9 @@ typedef struct pd_msg_landed {
     bool started; /* PD_MSG_DECODE_START has come */
 } pd_msg_landed;
 
+/* Of one key: a router passes on no more. */
+#define PD_REFETCHES_MAX 32
+
 /* These blocks of one layer group came wrong, or not at all: fetch them once more. */
 typedef struct pd_msg_refetch {
     pd_request_key key;
@@ -366,7 +369,9 @@ typedef struct pd_msg_release {
     pd_request_key key;
 } pd_msg_release;
 
-/* Ship these once more. Always answered with another pd_msg_prefill_done (or pd_msg_ship_done). */
+/* Ship these once more. Always answered with another pd_msg_prefill_done (or pd_msg_ship_done). A
+ * PD_MSG_SHIP_REQUEST ends when it is asked for blocks that it does not ship: with a group that
+ * there is not, its receiver asks for the last word alone. */
 typedef struct pd_msg_ship_again {
     pd_request_key key;
     uint32_t group, first_block, count;

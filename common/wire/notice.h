@@ -27,8 +27,9 @@ typedef struct pd_notice {
     uint32_t count;
     uint32_t valid_tokens; /* of the last block of the run: fewer than a block's when partial */
     uint32_t slices;       /* seals of a block of a group: one for each slice of its KV heads */
-    uint32_t again; /* PD_MSG_SHIP_AGAIN of the key that came before its blocks were written: a
-                       block that was asked for again has come with one of at least 1 */
+    uint32_t again; /* 0: its blocks are written for the first time; else again, and all of them
+                       because PD_MSG_SHIP_AGAIN named them: so many of the key have come. Each
+                       block is written again once at most, so this is its last writing */
     const uint64_t *seals; /* [groups][count][slices] common/kv/seal; NULL: not sealed */
 } pd_notice;
 

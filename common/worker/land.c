@@ -286,11 +286,11 @@ static void say_refetch(const pd_lander *lander, pd_landing *landing, uint32_t g
     lander->sink->send(lander->sink->ctx, landing->key.router, &message);
 }
 
-void pd_land_ask_missing(pd_lander *lander, pd_landing *landing)
+/* How many runs of blocks have not come; with ask they are asked for. */
+static uint32_t missing_runs(const pd_lander *lander, pd_landing *landing, bool ask)
 {
-    if (landing->asked_missing || pd_landing_written(landing))
-        return;
-    landing->asked_missing = true;
+    uint32_t runs = 0;
+
     for (uint32_t g = 0; g < landing->groups; g++) {
         for (uint32_t i = 0, run; i < landing->count; i += run + 1) {
             for (run = 0; i + run < landing->count; run++) {
@@ -298,10 +298,28 @@ void pd_land_ask_missing(pd_lander *lander, pd_landing *landing)
                 if (is_set(landing->came, bit) || is_set(landing->again, bit))
                     break;
             }
-            if (run > 0)
+            runs += run > 0;
+            if (run > 0 && ask)
                 say_refetch(lander, landing, g, landing->first + i, run, "missing");
         }
     }
+    return runs;
+}
+
+void pd_land_ask_missing(pd_lander *lander, pd_landing *landing)
+{
+    if (landing->asked_missing || pd_landing_written(landing))
+        return;
+    landing->asked_missing = true;
+    uint32_t runs = missing_runs(lander, landing, false);
+    /* What is asked for comes by its second writing alone. More than can be asked for is no lost
+     * word but a slow link: it may come yet, by its first. */
+    if (runs + landing->asked_bad <= PD_REFETCHES_MAX)
+        missing_runs(lander, landing, true);
+    else
+        pd_log_req_warn(landing->id,
+                        "msg=\"too much is missing to be asked for\" runs=%u sender=%s", runs,
+                        landing->sender_name);
 }
 
 /* The verifier stops at the first bad block: what comes behind it in the range is checked anew. */

@@ -76,7 +76,8 @@ pd_land_result pd_land_on_checked(pd_lander *lander, const pd_checked *checked,
                                   pd_landing **landing_out);
 /* Checks that the verifier had no room for. At each tick. */
 void pd_land_retry(pd_lander *lander);
-/* Asks again for what has not come, the first time that it is called. */
+/* Asks again for what has not come, the first time that it is called; for nothing when that is more
+ * than PD_REFETCHES_MAX runs. */
 void pd_land_ask_missing(pd_lander *lander, pd_landing *landing);
 /* Nobody waits for it any more. */
 void pd_land_give_up(pd_lander *lander, pd_landing *landing);

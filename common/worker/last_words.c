@@ -9,6 +9,35 @@ void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
     *words = (pd_last_words){.options = options, .sink = sink, .links = links};
 }
 
+static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_key *key, bool never)
+{
+    uint32_t at = words->owed_next;
+
+    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX && words->owed[at].receiver != 0; i++)
+        at = (at + 1) % PD_LAST_WORDS_OWED_MAX;
+    if (words->owed[at].receiver != 0)
+        pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
+                    "quarantined until this worker ends\" receiver=%016llx",
+                    (unsigned long long)words->owed[at].receiver);
+    words->owed[at].receiver = receiver;
+    words->owed[at].key = *key;
+    words->owed[at].never = never;
+    words->owed_next = (at + 1) % PD_LAST_WORDS_OWED_MAX;
+}
+
+/* A word would speak of what can never be said. */
+static bool silenced(const pd_last_words *words, uint64_t receiver, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        if (words->owed[i].receiver != receiver || !words->owed[i].never)
+            continue;
+        if (pd_request_key_equal(&words->owed[i].key, key) ||
+            (key->number == 0 && key->router == words->owed[i].key.router))
+            return true;
+    }
+    return false;
+}
+
 void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key)
 {
     pd_notice notice = {
@@ -18,44 +47,73 @@ void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_req
         .receiver = link->incarnation,
     };
 
+    if (silenced(words, link->incarnation, key))
+        return;
+    pd_status status = words->sink->notify(words->sink->ctx, link->peer, &notice);
+    if (status != PD_OK) {
+        pd_log_debug("msg=\"an abort was not taken: later\" peer=%s status=%s number=%llu epoch=%u",
+                     link->name, pd_status_name(status), (unsigned long long)key->number,
+                     key->epoch);
+        put_owed(words, link->incarnation, key, false);
+        return;
+    }
     uint32_t at = words->said_next;
     words->said[at].tag = link->tag;
     words->said[at].receiver = link->incarnation;
     words->said[at].key = *key;
     words->said_next = (at + 1) % PD_LAST_WORDS_SAID_MAX;
-    if (words->sink->notify(words->sink->ctx, link->peer, &notice) != PD_OK)
-        pd_log_warn("msg=\"an abort could not be posted; the next link will tell\" peer=%s "
-                    "number=%llu epoch=%u",
-                    link->name, (unsigned long long)key->number, key->epoch);
+}
+
+static const pd_link *up_to(const pd_last_words *words, uint64_t receiver)
+{
+    for (uint32_t i = 0; i < words->links->count; i++) {
+        const pd_link *link = &words->links->links[i];
+        if (link->state == PD_LINK_UP && link->incarnation == receiver)
+            return link;
+    }
+    return NULL;
 }
 
 void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key)
 {
-    uint32_t at = words->owed_next;
+    const pd_link *link = up_to(words, receiver);
 
-    for (uint32_t i = 0; i < words->links->count; i++) {
-        const pd_link *link = &words->links->links[i];
-        if (link->state == PD_LINK_UP && link->incarnation == receiver) {
-            pd_last_words_abort(words, link, key); /* the next one is up already */
-            return;
-        }
+    if (link != NULL)
+        pd_last_words_abort(words, link, key); /* the next one is up already */
+    else
+        put_owed(words, receiver, key, false);
+}
+
+void pd_last_words_never(pd_last_words *words, uint64_t receiver, const pd_request_key *key)
+{
+    put_owed(words, receiver, key, true);
+}
+
+/* Says one that is owed; when the carrier has no room it is owed again. */
+static void pay_one(pd_last_words *words, uint32_t i, const pd_link *link)
+{
+    pd_request_key key = words->owed[i].key;
+
+    words->owed[i].receiver = 0;
+    pd_last_words_abort(words, link, &key);
+}
+
+void pd_last_words_retry(pd_last_words *words)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        if (words->owed[i].receiver == 0 || words->owed[i].never)
+            continue;
+        const pd_link *link = up_to(words, words->owed[i].receiver);
+        if (link != NULL)
+            pay_one(words, i, link);
     }
-    if (words->owed[at].receiver != 0)
-        pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
-                    "quarantined until this worker ends\" receiver=%016llx",
-                    (unsigned long long)words->owed[at].receiver);
-    words->owed[at].receiver = receiver;
-    words->owed[at].key = *key;
-    words->owed_next = (at + 1) % PD_LAST_WORDS_OWED_MAX;
 }
 
 void pd_last_words_pay(pd_last_words *words, const pd_link *link)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
-        if (words->owed[i].receiver != link->incarnation || link->incarnation == 0)
-            continue;
-        words->owed[i].receiver = 0;
-        pd_last_words_abort(words, link, &words->owed[i].key);
+        if (words->owed[i].receiver == link->incarnation && !words->owed[i].never)
+            pay_one(words, i, link);
     }
     for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
         pd_request_key key = words->said[i].key;
@@ -70,7 +128,7 @@ void pd_last_words_pay(pd_last_words *words, const pd_link *link)
 bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
-        if (receiver != 0 && words->owed[i].receiver == receiver)
+        if (receiver != 0 && words->owed[i].receiver == receiver && !words->owed[i].never)
             return true;
     }
     return false;
@@ -94,4 +152,21 @@ bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
             return true;
     }
     return false;
+}
+
+bool pd_last_words_ended(const pd_last_words *words, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_ENDED_MAX; i++) {
+        if (pd_request_key_equal(&words->ended[i], key))
+            return true;
+    }
+    return false;
+}
+
+void pd_last_words_end(pd_last_words *words, const pd_request_key *key)
+{
+    if (pd_last_words_ended(words, key))
+        return;
+    words->ended[words->ended_next] = *key;
+    words->ended_next = (words->ended_next + 1) % PD_LAST_WORDS_ENDED_MAX;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
-/* common/worker/last_words.h - a sender's aborts: "I write these blocks no more", by data plane.
+/* common/worker/last_words.h - a sender's aborts: "I write these blocks no more", by data plane;
+ * and the keys that it has ended with, so that it keeps that word.
  *
  * Words of a newer link end what an older one may still carry (common/transfer), so one that is
  * owed since a link broke may be paid by the next; and the latest that were said by the older one
@@ -8,7 +9,11 @@
 
 #include "common/worker/links.h"
 
-enum { PD_LAST_WORDS_OWED_MAX = 256, PD_LAST_WORDS_SAID_MAX = 256 };
+enum {
+    PD_LAST_WORDS_OWED_MAX = 256,
+    PD_LAST_WORDS_SAID_MAX = 256,
+    PD_LAST_WORDS_ENDED_MAX = 256,
+};
 
 typedef struct pd_last_words {
     const pd_role_options *options;
@@ -17,6 +22,7 @@ typedef struct pd_last_words {
     struct {
         uint64_t receiver; /* 0: unused */
         pd_request_key key;
+        bool never; /* it cannot be said as long as this worker lives */
     } owed[PD_LAST_WORDS_OWED_MAX];
     uint32_t owed_next;
     struct {
@@ -25,21 +31,34 @@ typedef struct pd_last_words {
         pd_request_key key;
     } said[PD_LAST_WORDS_SAID_MAX]; /* the latest: a link that broke may have lost them */
     uint32_t said_next;
+    pd_request_key ended[PD_LAST_WORDS_ENDED_MAX]; /* the latest */
+    uint32_t ended_next;
 } pd_last_words;
 
 /* All is borrowed. */
 void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
                         const pd_role_sink *sink, const pd_links *links);
-/* By a link that is up. */
+/* By a link that is up. What the carrier has no room for is owed; nothing is said of a key that
+ * pd_last_words_never was told of. */
 void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key);
 /* By the next link to that receiver, which may be up already. Too many: the oldest is forgotten,
  * which is logged. */
 void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
+/* The link that wrote could not be closed: what it has may land for ever, and no word of any link
+ * can be the last. Room as for what is owed. */
+void pd_last_words_never(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
+/* What is owed to those whose link is up. At each tick. */
+void pd_last_words_retry(pd_last_words *words);
 /* This link has come up. */
 void pd_last_words_pay(pd_last_words *words, const pd_link *link);
 /* One to that receiver waits for its link. */
 bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver);
 /* To everybody: who leased for it is not known. */
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
-/* One is owed for that key: what was written may still land. */
+/* One is owed for that key, or can never be said: what was written may still land. */
 bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key);
+
+/* Nothing is written for that key any more, whether it was or not: a request for it that comes now
+ * was late, or comes twice, and must not be begun. */
+void pd_last_words_end(pd_last_words *words, const pd_request_key *key);
+bool pd_last_words_ended(const pd_last_words *words, const pd_request_key *key);

@@ -2,6 +2,8 @@
 
 #include <stddef.h>
 
+enum { TRIES_IN_VAIN = 16 }; /* longer prompts have no more room than those before them */
+
 void pd_prefill_queue_init(pd_prefill_queue *queue, uint32_t items_max)
 {
     *queue = (pd_prefill_queue){.items_max = items_max};
@@ -49,14 +51,15 @@ static uint32_t left(const pd_prefill_item *item)
 }
 
 /* Not yet picked, and after (tokens left, order) of the last one tried: the next in ascending
- * order. A scan an item: the queue is bounded and a step picks few. */
+ * order; those not started only if they may be. A scan an item: a step picks few, and few are tried
+ * in vain. */
 static pd_prefill_item *next_shortest(const pd_prefill_queue *queue, const pd_prefill_item *oldest,
-                                      uint32_t last_left, uint64_t last_order)
+                                      bool may_start, uint32_t last_left, uint64_t last_order)
 {
     pd_prefill_item *best = NULL;
 
     for (pd_prefill_item *item = queue->head; item != NULL; item = item->next) {
-        if (item == oldest || item->take > 0 || item->parked)
+        if (item == oldest || item->take > 0 || item->parked || (!item->started && !may_start))
             continue;
         if (left(item) < last_left || (left(item) == last_left && item->order <= last_order))
             continue;
@@ -106,16 +109,18 @@ uint32_t pd_prefill_queue_pick(pd_prefill_queue *queue, uint32_t budget, pd_pref
     uint32_t rows = budget - oldest->take;
     uint32_t last_left = 0;
     uint64_t last_order = 0;
+    uint32_t in_vain = 0;
     while (rows > 0 && picked < items_max) {
-        pd_prefill_item *item = next_shortest(queue, oldest, last_left, last_order);
+        pd_prefill_item *item = next_shortest(queue, oldest, may_start, last_left, last_order);
         if (item == NULL)
             break;
         last_left = left(item);
         last_order = item->order;
-        if (!item->started && !may_start)
+        if (!can_start(item, start, ctx)) {
+            /* the cache cannot have shortened it: nothing was claimed */
+            may_start = ++in_vain < TRIES_IN_VAIN;
             continue;
-        if (!can_start(item, start, ctx))
-            continue; /* the cache cannot have shortened it: nothing was claimed */
+        }
         item->take = min_u32(left(item), rows);
         rows -= item->take;
         picked++;

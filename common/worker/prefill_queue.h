@@ -46,9 +46,9 @@ void pd_prefill_queue_remove(pd_prefill_queue *queue, pd_prefill_item *item);
 typedef pd_status pd_prefill_start_fn(void *ctx, pd_prefill_item *item);
 
 /* Picks the next step: at most items_max items and budget rows (both at least 1), oldest first in
- * items_out, each with take > 0. An item without room is passed over, but while the oldest item
- * that is not parked has no room nobody else starts, so that room comes to it. Returns the number
- * of items. */
+ * items_out, each with take > 0. An item without room is passed over (a few a step), but while the
+ * oldest item that is not parked has no room nobody else starts, so that room comes to it. Returns
+ * the number of items. */
 uint32_t pd_prefill_queue_pick(pd_prefill_queue *queue, uint32_t budget, pd_prefill_start_fn *start,
                                void *ctx, pd_prefill_item **items_out, uint32_t items_max);
 

@@ -109,38 +109,19 @@ static void say_done(pd_source *source, const pd_source_ship *ship)
 void pd_source_refuse(pd_source *source, const pd_msg_ship_request *asked, pd_status status,
                       const char *reason)
 {
-    pd_source_ship ship = {.key = asked->key, .status = status, .reason = reason};
+    pd_source_ship ship = {.key = asked->key,
+                           .status = status,
+                           .reason = reason,
+                           .may_land = pd_last_words_owes(source->o.words, &asked->key)};
     const pd_link *link = pd_links_by_incarnation(source->o.links, asked->receiver.incarnation);
 
     source->o.counters->refused++;
+    pd_last_words_end(source->o.words, &asked->key);
     pd_log_req_warn(asked->id, "msg=\"shipping refused: %s\" status=%s receiver=%s", reason,
                     pd_status_name(status), asked->receiver.name);
     if (link != NULL && link->state == PD_LINK_UP)
         pd_last_words_abort(source->o.words, link, &asked->key);
     say_done(source, &ship);
-}
-
-static bool same_key(const pd_request_key *a, const pd_request_key *b)
-{
-    return a->router == b->router && a->number == b->number && a->epoch == b->epoch;
-}
-
-static bool has_ended(const pd_source *source, const pd_request_key *key)
-{
-    for (uint32_t i = 0; i < PD_SOURCE_ENDED_MAX; i++) {
-        if (same_key(&source->ended[i], key))
-            return true;
-    }
-    return false;
-}
-
-/* A request for it may still be under way: from now on it is too late. */
-static void remember_ended(pd_source *source, const pd_request_key *key)
-{
-    if (has_ended(source, key))
-        return;
-    source->ended[source->ended_next] = *key;
-    source->ended_next = (source->ended_next + 1) % PD_SOURCE_ENDED_MAX;
 }
 
 void pd_source_unknown(pd_source *source, const pd_request_key *key)
@@ -149,9 +130,7 @@ void pd_source_unknown(pd_source *source, const pd_request_key *key)
         .key = *key, .status = PD_E_NOT_FOUND, .reason = "nothing is held for it", .again = 1};
 
     ship.may_land = pd_last_words_owes(source->o.words, key);
-    if (!ship.may_land)
-        remember_ended(source, key);
-
+    pd_last_words_end(source->o.words, key);
     say_done(source, &ship);
 }
 
@@ -175,7 +154,9 @@ static void say_last_word(pd_source *source, pd_source_ship *ship)
     /* What was on its way may land until the next link's word, and where this one could not be
      * closed, even after. */
     ship->may_land = ship->posted > 0;
-    if (!ship->unclosed)
+    if (ship->unclosed)
+        pd_last_words_never(source->o.words, ship->receiver, &ship->key);
+    else
         pd_last_words_owe(source->o.words, ship->receiver, &ship->key);
 }
 
@@ -183,6 +164,7 @@ static void finish(pd_source *source, pd_source_ship *ship)
 {
     if (ship->status != PD_OK)
         say_last_word(source, ship);
+    pd_last_words_end(source->o.words, &ship->key);
     pd_prefix_cache_drop(source->o.blocks->cache, ship->blocks, ship->count, PD_CLAIM_RUNNING);
     pd_log_req_debug(ship->id, "msg=\"shipping ends\" status=%s reason=\"%s\" blocks=%u",
                      pd_status_name(ship->status), ship->reason, ship->count);
@@ -271,8 +253,10 @@ static bool next_wanted(const pd_source *source, const pd_source_ship *ship, uin
     return false;
 }
 
+/* again: of what was asked for again, for its notice; what leaves for the first time says 0,
+ * however many words have come, so that it is never taken for the last writing. */
 static pd_status post(pd_source *source, pd_source_ship *ship, const pd_link *link, uint32_t group,
-                      uint32_t groups, uint32_t from, uint32_t count)
+                      uint32_t groups, uint32_t from, uint32_t count, uint32_t again)
 {
     bool last = from + count == ship->count;
     pd_shipment shipment = {
@@ -287,7 +271,7 @@ static pd_status post(pd_source *source, pd_source_ship *ship, const pd_link *li
         .sources = ship->blocks + from,
         .targets = ship->targets + from,
         .valid_tokens = last ? ship->valid_tokens : source->o.role->layout.block_tokens,
-        .again = ship->again,
+        .again = again,
     };
     pd_status status = source->o.sink->ship(source->o.sink->ctx, &shipment);
 
@@ -305,13 +289,13 @@ static pd_status post_ready(pd_source *source, pd_source_ship *ship, const pd_li
     uint32_t groups = source->o.role->layout.groups, group, from, count;
 
     if (!ship->begun) {
-        pd_status status = post(source, ship, link, 0, groups, 0, ship->count);
+        pd_status status = post(source, ship, link, 0, groups, 0, ship->count, 0);
         if (status != PD_OK)
             return status;
         ship->begun = true;
     }
     while (next_wanted(source, ship, &group, &from, &count)) {
-        pd_status status = post(source, ship, link, group, 1, from, count);
+        pd_status status = post(source, ship, link, group, 1, from, count, ship->again);
         if (status != PD_OK)
             return status;
         for (uint32_t i = from; i < from + count; i++) {
@@ -619,7 +603,7 @@ void pd_source_request(pd_source *source, const pd_msg_ship_request *asked,
         return;
     }
     const char *wrong = check(source, asked, sequence, &status);
-    if (has_ended(source, &asked->key)) {
+    if (pd_last_words_ended(source->o.words, &asked->key)) {
         wrong = "its receiver waits no more";
         status = PD_E_CANCELLED;
     }
@@ -802,6 +786,7 @@ void pd_source_tick(pd_source *source, uint64_t now_ns)
             tend_link(source, &source->o.links->links[i], now_ns);
     }
     go_on_all(source, now_ns);
+    pd_last_words_retry(source->o.words);
     connect_owed(source, now_ns);
 }
 
@@ -816,7 +801,7 @@ void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_rout
     }
     if (pd_last_words_owes(source->o.words, key))
         return; /* it is on its way */
-    remember_ended(source, key);
+    pd_last_words_end(source->o.words, key);
     /* By any router: the request's own may be lost. */
     pd_message message = {.kind = PD_MSG_SHIP_DONE,
                           .ship_done = {.key = *key, .status = PD_E_NOT_FOUND, .again = 1}};

@@ -38,16 +38,14 @@ typedef struct pd_source_options {
     void *ctx;
 } pd_source_options;
 
-enum { PD_SOURCE_ENDED_MAX = 256, PD_SOURCE_RECEIVERS_MAX = 8 };
+enum { PD_SOURCE_RECEIVERS_MAX = 8 };
 
 typedef struct pd_source {
     pd_source_options o;
     pd_source_ship *head; /* of all */
     uint32_t count;
     uint64_t ticket_next;
-    bool ship_waits;                           /* the carrier had no room */
-    pd_request_key ended[PD_SOURCE_ENDED_MAX]; /* said to be written no more: never begun again */
-    uint32_t ended_next;
+    bool ship_waits; /* the carrier had no room */
     struct pd_source_receiver {
         pd_msg_peer peer; /* its address is below */
         unsigned char address[PD_WORKER_ADDRESS_BYTES_MAX];
@@ -67,7 +65,8 @@ typedef struct pd_source_sequence {
     uint32_t kv_tokens;
 } pd_source_sequence;
 
-/* sequence: NULL, from the prefix cache. A key that is being shipped already is ignored. */
+/* sequence: NULL, from the prefix cache. A key that is being shipped already is ignored; one that
+ * has ended (common/worker/last_words) is refused. */
 void pd_source_request(pd_source *source, const pd_msg_ship_request *asked,
                        const pd_source_sequence *sequence, uint64_t now_ns);
 /* Nothing is written: says so, by ShipDone and on the data plane. reason: a literal. */
@@ -107,7 +106,7 @@ void pd_source_link_closed(pd_source *source, uint64_t tag, pd_status status);
 void pd_source_on_link(pd_source *source, const pd_transfer_event *event, uint64_t now_ns);
 /* That worker is gone, or was restarted: its link is closed. */
 void pd_source_peer_gone(pd_source *source, uint64_t incarnation, uint64_t now_ns);
-/* Deadlines, stuck and idle links. */
+/* Deadlines, stuck and idle links, last words that the carrier had no room for. */
 void pd_source_tick(pd_source *source, uint64_t now_ns);
 
 /* Every shipment, as PD_AUDIT_HOLDING with the blocks it claims. */

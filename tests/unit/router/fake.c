@@ -626,6 +626,7 @@ static void on_shipped(fake *f, uint32_t i, const fake_event *e)
 static void on_ship_again(fake *f, uint32_t i, const pd_msg_ship_again *again)
 {
     fake_prompt *prompt = find_prompt(&f->workers[i], &again->key);
+    f->workers[i].last_again = *again;
     if (prompt == NULL) {
         const fake_prompt unknown = {.key = again->key, .again = 1};
         say_done(f, i, &unknown, PD_E_NOT_FOUND);
@@ -726,13 +727,13 @@ static void on_audit(fake *f, uint32_t i, const pd_msg_audit *audit)
     fake_worker *w = &f->workers[i];
     pd_audit_entry entries[2 * FAKE_LEASES_MAX + 1];
     uint32_t count = 0;
-    if (w->quarantined.number != 0)
-        entries[count++] = (pd_audit_entry){w->quarantined, PD_AUDIT_QUARANTINED, 1};
     for (uint32_t n = 0; n < w->prefills; n++) {
         const fake_prompt *p = &w->prompts[n];
         entries[count++] = (pd_audit_entry){
             p->key, p->computed || p->source ? PD_AUDIT_HOLDING : PD_AUDIT_COMPUTING, 1};
     }
+    if (w->quarantined.number != 0)
+        entries[count++] = (pd_audit_entry){w->quarantined, PD_AUDIT_QUARANTINED, 1};
     for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++) {
         const fake_lease *l = &w->leases[n];
         if (l->blocks == 0)
@@ -760,9 +761,12 @@ static void on_pull_end(fake *f, uint32_t i, const pd_msg_pull_end *end)
     push(f, f->now_ns + PD_NS_PER_MS, PREFILLED, i)->key = end->key;
 }
 
-static void on_cancel(fake *f, uint32_t i, const pd_request_key *key)
+static void on_cancel(fake *f, uint32_t i, const pd_msg_cancel *cancel)
 {
+    const pd_request_key *key = &cancel->key;
     fake_worker *w = &f->workers[i];
+    if (cancel->unwritten && same_key(key, &w->quarantined))
+        w->quarantined.number = 0;
     fake_lease *lease = find_lease(w, key);
     if (lease != NULL)
         end_lease(w, lease);
@@ -851,7 +855,7 @@ static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
     case PD_MSG_RELEASE: drop_prefill(w, &message->release.key); break;
     case PD_MSG_SHIP_AGAIN: on_ship_again(f, i, &message->ship_again); break;
     case PD_MSG_DECODE_START: on_start(f, i, &message->decode_start); break;
-    case PD_MSG_CANCEL: on_cancel(f, i, &message->cancel.key); break;
+    case PD_MSG_CANCEL: on_cancel(f, i, &message->cancel); break;
     case PD_MSG_SNAPSHOT_REQUEST: on_snapshot_request(f, i); break;
     default: break;
     }

@@ -68,6 +68,7 @@ typedef struct fake_worker {
     pd_msg_prefill_request last_prefill;
     pd_msg_decode_start last_start;
     pd_msg_ship_request last_ship;
+    pd_msg_ship_again last_again;
     pd_hash128 last_hash;   /* the last one of the prefill request */
     uint32_t started_again; /* starts of a sequence that runs */
     char refusal[PD_REASON_BYTES];

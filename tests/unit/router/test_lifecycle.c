@@ -645,6 +645,48 @@ static void a_lost_source_does_not_hold_up_a_prompt(void **state)
     end_world(w);
 }
 
+/* Of a request that has left, whose pull the prefill worker gave up: the source's last word is
+ * counted, and a question for it has nothing written again, which nobody could tell from the first
+ * writing. */
+static void a_last_word_is_asked_for_without_a_writing(void **state)
+{
+    (void)state;
+    for (int which = 0; which < 2; which++) {
+        world *w = one_to_one(57);
+        fake *f = &w->fake;
+        fake_worker *prefill = &f->workers[0], *decode = &f->workers[1];
+        store_prompt(w, 1, 1, 20);
+        const answer *a = ask(w, 320, 20);
+        while (f->sent[PD_MSG_SHIP_REQUEST] == 0)
+            fake_run(f, f->now_ns + 100000);
+        pd_request_key key = prefill->last_prefill.key;
+        pd_message refetch = {.kind = PD_MSG_REFETCH, .refetch = {.key = key, .count = 1}};
+        pd_message done = {.kind = PD_MSG_SHIP_DONE, .ship_done = {.key = key}};
+        if (which == 1)
+            router_core_on_message(f->core, prefill->identity, &refetch, f->now_ns);
+        router_core_cancel(f->core, a->handle, f->now_ns);
+        prefill->quarantined = key;
+        if (which == 1) { /* said before it heard that one is to be written again */
+            decode->prefills = 0;
+            router_core_on_message(f->core, decode->identity, &done, f->now_ns);
+            fake_run(f, f->now_ns + 10 * PD_NS_PER_MS);
+            assert_int_equal(prefill->quarantined.number, key.number);
+            done.ship_done.again = 1;
+            router_core_on_message(f->core, decode->identity, &done, f->now_ns);
+            fake_run(f, f->now_ns + 10 * PD_NS_PER_MS);
+        } else {
+            decode->prefills = 0; /* what it said was lost */
+            wait_ms(w, 7000);
+            assert_int_equal(decode->last_again.group, UINT32_MAX);
+            done.ship_done.status = PD_E_NOT_FOUND;
+            router_core_on_message(f->core, decode->identity, &done, f->now_ns);
+            fake_run(f, f->now_ns + 10 * PD_NS_PER_MS);
+        }
+        assert_int_equal(prefill->quarantined.number, 0);
+        end_world(w);
+    }
+}
+
 /* ---- priority ---- */
 
 static void who_is_more_important_goes_first(void **state)
@@ -830,6 +872,7 @@ int main(void)
         cmocka_unit_test(blocks_that_a_decode_worker_holds_are_fetched),
         cmocka_unit_test(blocks_that_are_cheaper_computed_are_not_fetched),
         cmocka_unit_test(a_lost_source_does_not_hold_up_a_prompt),
+        cmocka_unit_test(a_last_word_is_asked_for_without_a_writing),
         cmocka_unit_test(who_is_more_important_goes_first),
         cmocka_unit_test(cancel_while_out_of_room_frees_everything),
         cmocka_unit_test(an_end_of_all_ends_everything),

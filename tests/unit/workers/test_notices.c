@@ -419,6 +419,54 @@ static void blocks_that_never_come_fail_the_request(void **state)
     done(w);
 }
 
+/* One block is asked for, and yet all before it in its prefix can be evicted no more. */
+static void a_pin_for_a_pull_leaves_promised_room(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .decode_blocks = 10});
+    uint32_t tokens[129];
+
+    for (uint32_t i = 0; i < 129; i++)
+        tokens[i] = i % WORLD_VOCAB;
+    world_request *r = world_ask(w, tokens, 129, 4);
+    assert_true(world_lease_next(w));
+    assert_true(world_settle(w));
+    assert_int_equal(r->phase, WORLD_FINISHED);
+    assert_int_equal(ledger(w).cached, 8);
+    tokens[0]++;
+    const world_request *other = world_ask(w, tokens, 40, 4); /* 3 blocks; 2 are free */
+    assert_true(world_lease_next(w));
+    const world_letter *letter = &w->letters[w->letters_count - 1];
+    assert_int_equal(letter->message.kind, PD_MSG_LEASE_REPLY);
+    assert_int_equal(letter->message.lease_reply.status, PD_OK);
+    const pd_block target = 3;
+    pd_message message = {.kind = PD_MSG_SHIP_REQUEST};
+    message.ship_request = (pd_msg_ship_request){
+        .key = {WORLD_ROUTER, 77, 1},
+        .id = "pull",
+        .receiver = {.name = "prefill-9",
+                     .incarnation = 999,
+                     .transfer_address = "address",
+                     .transfer_address_len = 7},
+        .first_block = 7,
+        .blocks = &target,
+        .blocks_count = 1,
+        .hashes = r->hashes,
+        .hashes_count = 8,
+        .kv_tokens = 128,
+    };
+    world_to(w, &w->decode, &message);
+    assert_int_equal(w->letters[w->letters_count - 1].message.kind, PD_MSG_SHIP_DONE);
+    assert_int_equal(w->letters[w->letters_count - 1].message.ship_done.status, PD_E_OVERLOAD);
+    pd_message bind = {.kind = PD_MSG_BIND, .bind.key = other->key};
+    world_to(w, &w->decode, &bind);
+    assert_int_equal(w->letters[w->letters_count - 1].message.kind, PD_MSG_LEASE_REPLY);
+    assert_int_equal(w->letters[w->letters_count - 1].message.lease_reply.status, PD_OK);
+    assert_int_equal(ledger(w).leased, 3);
+    w->letters_count = 0;
+    world_destroy(w);
+}
+
 static void a_foreign_key_is_not_believed(void **state)
 {
     (void)state;
@@ -451,6 +499,7 @@ int main(void)
         cmocka_unit_test(what_nobody_was_asked_to_write_is_free_at_once),
         cmocka_unit_test(a_start_without_a_lease_is_answered),
         cmocka_unit_test(blocks_that_never_come_fail_the_request),
+        cmocka_unit_test(a_pin_for_a_pull_leaves_promised_room),
         cmocka_unit_test(a_foreign_key_is_not_believed),
     };
 

@@ -414,6 +414,85 @@ static const pd_msg_prefill_done *last_done(const world *w)
     return &last->message.prefill_done;
 }
 
+/* Delivers all that is on the wire, and counts how often the notices named each block of each
+ * group: *first for the first time, *again because it was asked for again. */
+static void count_writings(world *w, uint32_t first[WORLD_GROUPS][8],
+                           uint32_t again[WORLD_GROUPS][8])
+{
+    uint64_t seals[PD_NOTICE_SEALS_MAX];
+    pd_notice notice;
+
+    for (bool more = true; more; more = world_deliver(w)) {
+        const world_packet *packet = &w->wire[0];
+        if (w->wire_count == 0 || !packet->notice)
+            continue;
+        pd_status status = pd_notice_unpack(packet->bytes, packet->bytes_len, seals, &notice);
+        assert_int_equal(status, PD_OK);
+        for (uint32_t g = notice.group; g < notice.group + notice.groups; g++) {
+            for (uint32_t i = notice.first_block; i < notice.first_block + notice.count; i++)
+                (notice.again > 0 ? again : first)[g][i]++;
+        }
+    }
+}
+
+/* Whoever has a notice that says "again" takes it for the last writing. */
+static void the_first_writing_never_says_that_it_is_the_second(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    uint32_t first[WORLD_GROUPS][8] = {0}, again[WORLD_GROUPS][8] = {0};
+    direct d;
+
+    make_direct(w, &d, 100, 5);
+    send_direct(w, &d);
+    assert_true(world_end_step(w, &w->prefill)); /* a chunk: some blocks have left */
+    ship_again(w, &d, 0, 0, 1);
+    ship_again(w, &d, 1, 0, 7); /* those that have not left among them */
+    count_writings(w, first, again);
+    finish_steps(w);
+    count_writings(w, first, again);
+    for (uint32_t g = 0; g < WORLD_GROUPS; g++) {
+        for (uint32_t i = 0; i < 7; i++) {
+            assert_int_equal(first[g][i], 1);
+            assert_int_equal(again[g][i], g == 1 || (g == 0 && i == 0));
+        }
+    }
+    assert_int_equal(last_done(w)->again, 2);
+    release(w, &d);
+    world_check_nothing_held(w);
+    w->letters_count = 0;
+    world_destroy(w);
+}
+
+/* Who asks after the link broke hears that what it carried may land still, and a request that
+ * comes once more is not computed, and above all not written, once more. */
+static void what_has_ended_stays_ended(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    direct d;
+
+    make_direct(w, &d, 40, 5);
+    send_direct(w, &d);
+    assert_true(world_end_step(w, &w->prefill));
+    for (uint32_t i = 0; i < w->wire_count; i++)
+        w->wire[i].receiver = 1; /* somebody else's memory by now */
+    while (!w->link_closing)
+        assert_true(world_deliver(w));
+    assert_true(world_deliver(w)); /* closed */
+    assert_true(last_done(w)->may_land);
+    ship_again(w, &d, 0, 0, 1);
+    assert_int_equal(last_done(w)->status, PD_E_NOT_FOUND);
+    assert_true(last_done(w)->may_land);
+    send_direct(w, &d);
+    assert_null(w->prefill.running);
+    assert_int_equal(last_done(w)->status, PD_E_CANCELLED);
+    assert_true(last_done(w)->may_land);
+    w->letters_count = 0;
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
 static void blocks_are_shipped_again_once(void **state)
 {
     (void)state;
@@ -522,6 +601,8 @@ int main(void)
         cmocka_unit_test(groups_leave_while_later_ones_are_computed),
         cmocka_unit_test(what_the_carrier_has_no_room_for_leaves_later),
         cmocka_unit_test(an_end_token_first_stops_the_shipping),
+        cmocka_unit_test(the_first_writing_never_says_that_it_is_the_second),
+        cmocka_unit_test(what_has_ended_stays_ended),
         cmocka_unit_test(blocks_are_shipped_again_once),
         cmocka_unit_test(copies_are_held_until_somebody_ends_that),
         cmocka_unit_test(leaving_cancels_everything),

@@ -1,20 +1,24 @@
 #include "common/worker/prefill_queue.h"
 
 #include "common/base/hash.h"
+#include "common/base/mem.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <string.h>
+#include <time.h>
 
 #include <cmocka.h>
 
-static uint32_t rooms; /* how many more may start */
+static uint32_t rooms;  /* how many more may start */
+static uint32_t starts; /* how often was asked */
 
 static pd_status start(void *ctx, pd_prefill_item *item)
 {
     (void)ctx;
     (void)item;
+    starts++;
     if (rooms == 0)
         return PD_E_OVERLOAD;
     rooms--;
@@ -122,6 +126,30 @@ static void without_room_for_the_oldest_nobody_else_starts(void **state)
     assert_false(young.started);
 }
 
+/* A queue that cannot start is looked through once, and tried a few times, at each step. */
+static void a_long_queue_without_room_costs_little(void **state)
+{
+    (void)state;
+    enum { COUNT = 30000 };
+    pd_prefill_queue queue;
+    pd_prefill_item *items = pd_calloc(COUNT, sizeof *items);
+
+    assert_non_null(items);
+    pd_prefill_queue_init(&queue, COUNT);
+    for (uint32_t i = 0; i < COUNT; i++)
+        push(&queue, &items[i], 100 + i);
+    for (uint32_t room = 0; room < 2; room++) { /* for nobody, then for the oldest */
+        clock_t before = clock();
+        rooms = room;
+        starts = 0;
+        assert_int_equal(step(&queue, 64, 8), room * 64);
+        assert_true(starts <= 20);
+        /* a look at each for each other one would be a second and more */
+        assert_true(clock() - before < CLOCKS_PER_SEC / 4);
+    }
+    pd_free(items);
+}
+
 static void a_step_has_no_more_items_than_allowed(void **state)
 {
     (void)state;
@@ -209,6 +237,7 @@ int main(void)
         cmocka_unit_test(short_prompts_pass_a_long_one),
         cmocka_unit_test(the_oldest_is_sure_of_half),
         cmocka_unit_test(without_room_for_the_oldest_nobody_else_starts),
+        cmocka_unit_test(a_long_queue_without_room_costs_little),
         cmocka_unit_test(a_step_has_no_more_items_than_allowed),
         cmocka_unit_test(a_full_queue_takes_no_more),
         cmocka_unit_test(queued_work_is_the_cost_models_sum),

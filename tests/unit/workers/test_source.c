@@ -250,6 +250,7 @@ static void cached_blocks_are_shipped_by_their_hashes(void **state)
     assert_int_equal(epoch, 0);
     assert_int_equal(pd_blocks_ledger(&b->blocks).cached, 5);
 
+    asked.key.number++;
     asked.hashes_count = 6; /* one that is not there */
     asked.blocks_count = 4;
     pd_source_request(&b->source, &asked, NULL, b->now_ns);
@@ -315,6 +316,72 @@ static void blocks_asked_for_again_go_again_and_are_answered_again(void **state)
     pd_source_unknown(&b->source, &again.key);
     assert_true(b->done[4].status == PD_E_NOT_FOUND && b->done[4].again == 1);
     assert_false(pd_source_release(&b->source, &asked.key, &epoch));
+    drop_own(b);
+    teardown(b);
+}
+
+static void the_first_writing_never_says_that_it_is_the_second(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_msg_ship_request asked = asks(4, 88);
+    pd_msg_ship_again again = {.key = asked.key, .group = 1, .first_block = 6, .count = 2};
+    uint32_t epoch;
+
+    ask_move(b, &asked);
+    assert_true(pd_source_again(&b->source, &again, b->now_ns)); /* there is no link yet */
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    assert_int_equal(b->posted_count, 2);
+    assert_int_equal(b->posted[0].again, 0);
+    assert_int_equal(b->posted[0].count, 6);
+    assert_int_equal(b->posted[1].again, 1);
+    assert_int_equal(b->posted[1].count, 2);
+    sent(b, b->posted[0].ticket, PD_OK);
+    sent(b, b->posted[0].ticket, PD_OK);
+    assert_true(b->done_count == 1 && b->done[0].again == 1);
+    assert_true(pd_source_release(&b->source, &asked.key, &epoch));
+    drop_own(b);
+    teardown(b);
+}
+
+/* A request that was late, or came twice, after nobody waits for its blocks. */
+static void what_has_ended_is_not_begun_again(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_msg_ship_request asked = asks(4, 88);
+    uint32_t epoch;
+
+    ask_move(b, &asked);
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    sent(b, b->posted[0].ticket, PD_OK);
+    assert_true(pd_source_release(&b->source, &asked.key, &epoch));
+    ask_move(b, &asked);
+    assert_int_equal(b->posted_count, 1);
+    assert_true(b->done_count == 2 && b->done[1].status == PD_E_CANCELLED);
+    asked = asks(5, 88), asked.kv_tokens++, ask_move(b, &asked); /* refused */
+    asked.kv_tokens--, ask_move(b, &asked);                      /* "nothing is written", it said */
+    assert_int_equal(b->posted_count, 1);
+    assert_true(b->done_count == 4 && b->done[3].status == PD_E_CANCELLED);
+    drop_own(b);
+    teardown(b);
+}
+
+/* A request that comes twice after its link broke: what that one has may land all the same. */
+static void a_refusal_does_not_hide_that_a_word_is_owed(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_msg_ship_request asked = asks(4, 88);
+
+    ask_move(b, &asked);
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    link_event(b, 1, PD_TRANSFER_PEER_DOWN, PD_E_PEER);
+    sent(b, b->posted[0].ticket, PD_E_CANCELLED);
+    link_event(b, 1, PD_TRANSFER_CLOSED, PD_OK);
+    assert_true(b->done_count == 1 && b->done[0].may_land);
+    ask_move(b, &asked);
+    assert_true(b->done_count == 2 && b->done[1].may_land);
     drop_own(b);
     teardown(b);
 }
@@ -463,6 +530,7 @@ static void links_are_kept_while_used_and_closed_when_idle(void **state)
     assert_int_equal(b->closes, 1);
     assert_null(pd_links_by_incarnation(&b->links, 103));
     link_event(b, 3, PD_TRANSFER_CLOSED, PD_OK);
+    asked.key.number = 107;
     ask_move(b, &asked);
     assert_int_equal(b->connects, 5);
     link_event(b, 5, PD_TRANSFER_CONNECTED, PD_OK);
@@ -505,6 +573,9 @@ int main(void)
         cmocka_unit_test(cached_blocks_are_shipped_by_their_hashes),
         cmocka_unit_test(what_cannot_be_meant_is_refused),
         cmocka_unit_test(blocks_asked_for_again_go_again_and_are_answered_again),
+        cmocka_unit_test(the_first_writing_never_says_that_it_is_the_second),
+        cmocka_unit_test(what_has_ended_is_not_begun_again),
+        cmocka_unit_test(a_refusal_does_not_hide_that_a_word_is_owed),
         cmocka_unit_test(a_cancel_waits_for_what_is_on_its_way),
         cmocka_unit_test(a_link_that_fails_leaves_its_last_word_to_the_next),
         cmocka_unit_test(a_failed_write_ends_with_its_link),

@@ -1,0 +1,171 @@
+/* A sender's last words: said once its link can carry them, never before they are true, and kept.
+ */
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "common/worker/last_words.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { ROUTER = 9, RECEIVER = 88, OTHER = 89 };
+
+typedef struct bench {
+    pd_role_options options;
+    pd_role_sink sink;
+    pd_links links;
+    pd_last_words words;
+    pd_status notify_status;
+    uint32_t said;
+    pd_notice last;
+} bench;
+
+static pd_status on_notify(void *ctx, pd_peer peer, const pd_notice *notice)
+{
+    bench *b = ctx;
+
+    (void)peer;
+    assert_int_equal(notice->kind, PD_NOTICE_ABORT);
+    if (b->notify_status != PD_OK)
+        return b->notify_status;
+    b->said++;
+    b->last = *notice;
+    return PD_OK;
+}
+
+static bench *setup(void)
+{
+    bench *b = pd_calloc(1, sizeof *b);
+
+    assert_non_null(b);
+    b->options = (pd_role_options){.incarnation = 77};
+    b->sink = (pd_role_sink){.ctx = b, .notify = on_notify};
+    assert_int_equal(pd_links_init(&b->links, 2, &b->sink), PD_OK);
+    pd_last_words_init(&b->words, &b->options, &b->sink, &b->links);
+    return b;
+}
+
+static void teardown(bench *b)
+{
+    pd_links_fini(&b->links);
+    pd_free(b);
+}
+
+static pd_link *link_up(bench *b, uint64_t receiver)
+{
+    pd_msg_peer_up peer = {
+        .incarnation = receiver, .transfer_address = "address", .transfer_address_len = 7};
+    pd_link *link = pd_links_add(&b->links, &peer);
+
+    assert_non_null(link);
+    link->state = PD_LINK_UP;
+    return link;
+}
+
+static pd_request_key key_of(uint64_t number)
+{
+    return (pd_request_key){.router = ROUTER, .number = number, .epoch = 1};
+}
+
+static void what_the_carrier_has_no_room_for_is_said_later(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    const pd_link *link = link_up(b, RECEIVER);
+    pd_request_key key = key_of(3);
+
+    b->notify_status = PD_E_OVERLOAD;
+    pd_last_words_abort(&b->words, link, &key);
+    pd_last_words_retry(&b->words);
+    assert_int_equal(b->said, 0);
+    assert_true(pd_last_words_owes(&b->words, &key));
+    b->notify_status = PD_OK;
+    pd_last_words_retry(&b->words); /* by the same link: there need not be another one ever */
+    assert_int_equal(b->said, 1);
+    assert_int_equal(b->last.key.number, 3);
+    assert_false(pd_last_words_owes(&b->words, &key));
+    pd_last_words_retry(&b->words);
+    assert_int_equal(b->said, 1);
+    teardown(b);
+}
+
+static void no_word_is_forgotten_while_there_is_a_place(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key key = key_of(1);
+
+    pd_last_words_owe(&b->words, OTHER, &key); /* never comes back */
+    for (uint64_t i = 0; i < 4 * PD_LAST_WORDS_OWED_MAX; i++) {
+        key = key_of(100 + i);
+        pd_last_words_owe(&b->words, RECEIVER, &key);
+        pd_link *link = link_up(b, RECEIVER);
+        pd_last_words_pay(&b->words, link);
+        assert_false(pd_last_words_owes(&b->words, &key));
+        pd_links_closed(link);
+    }
+    key = key_of(1);
+    assert_true(pd_last_words_owes(&b->words, &key));
+    teardown(b);
+}
+
+static void what_an_open_link_may_write_for_ever_has_no_last_word(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key key = key_of(5), another = key_of(6), all = {.router = ROUTER};
+
+    pd_last_words_never(&b->words, RECEIVER, &key);
+    assert_true(pd_last_words_owes(&b->words, &key));
+    assert_false(pd_last_words_owes_to(&b->words, RECEIVER)); /* no link would help */
+    const pd_link *link = link_up(b, RECEIVER);
+    pd_last_words_pay(&b->words, link);
+    pd_last_words_retry(&b->words);
+    pd_last_words_everywhere(&b->words, &key);
+    pd_last_words_everywhere(&b->words, &all);
+    assert_int_equal(b->said, 0);
+    pd_last_words_everywhere(&b->words, &another);
+    assert_int_equal(b->said, 1);
+    link_up(b, OTHER);
+    pd_last_words_everywhere(&b->words, &all); /* another one has nothing of it */
+    assert_int_equal(b->said, 2);
+    assert_int_equal(b->last.receiver, OTHER);
+    teardown(b);
+}
+
+static void the_latest_ends_are_remembered(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key key = {0};
+
+    for (uint64_t i = 1; i <= 2 * PD_LAST_WORDS_ENDED_MAX; i++) {
+        key = key_of(i);
+        assert_false(pd_last_words_ended(&b->words, &key));
+        pd_last_words_end(&b->words, &key);
+        pd_last_words_end(&b->words, &key); /* takes one place */
+    }
+    for (uint64_t i = 1; i <= 2 * PD_LAST_WORDS_ENDED_MAX; i++) {
+        key = key_of(i);
+        assert_int_equal(pd_last_words_ended(&b->words, &key), i > PD_LAST_WORDS_ENDED_MAX);
+    }
+    key.epoch++;
+    assert_false(pd_last_words_ended(&b->words, &key));
+    teardown(b);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
+        cmocka_unit_test(no_word_is_forgotten_while_there_is_a_place),
+        cmocka_unit_test(what_an_open_link_may_write_for_ever_has_no_last_word),
+        cmocka_unit_test(the_latest_ends_are_remembered),
+    };
+
+    pd_log_init("test-last-words", PD_LOG_ERROR);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
