@@ -838,12 +838,14 @@ bool pd_ship_sent(pd_shipper *shipper, const pd_transfer_event *event)
     peer->in_flight_bytes -= out->bytes;
     shipper->ops_out -= out->ops;
     if (event->status == PD_OK) {
-        s->wire_ns += on_the_wire(event, &s->landed_ns);
+        uint64_t wire_ns = on_the_wire(event, &peer->landed_ns);
+        s->landed_ns = event->landed_ns;
+        s->wire_ns += wire_ns;
         s->bytes += event->bytes;
         s->post_ns += event->post_ns + out->post_ns;
         stats->parts++;
         stats->bytes += event->bytes;
-        stats->wire_ns += on_the_wire(event, &peer->landed_ns);
+        stats->wire_ns += wire_ns;
         stats->post_ns += event->post_ns + out->post_ns;
     }
     out->of = NULL;

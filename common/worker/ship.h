@@ -60,8 +60,8 @@ bool pd_ship_pump(pd_shipper *shipper);
  * owner's (ticket 0). */
 bool pd_ship_sent(pd_shipper *shipper, const pd_transfer_event *event);
 /* The PD_TRANSFER_SENT of a shipment that has ended: status of the first part that failed, bytes
- * and post_ns summed, wire_ns the time in which something of it was on the wire. PD_E_AGAIN: none.
- */
+ * and post_ns summed, wire_ns the time that its peer's link was busy with it: waiting for others on
+ * that link does not count, so that the sum over shipments is the link's. PD_E_AGAIN: none. */
 PD_CHECKED pd_status pd_ship_poll(pd_shipper *shipper, pd_transfer_event *event_out);
 
 /* Sums since the start, of parts that landed. */
