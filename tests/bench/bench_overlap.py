@@ -11,7 +11,7 @@ HELP = ("Time to the second token, with and without overlap, over a link between
         "shaped so that shipping a prompt takes as long as computing it; medians of pairs.")
 GOAL = 1.15  # times the larger of prefill alone and shipping alone
 POST_GOAL = 0.1  # of the wire time
-SHORT = 16
+SHORT = 8
 
 
 def options(parser):
@@ -97,11 +97,11 @@ def rounds(on, off, tokens, count):
         prefill = statistics.mean((prefill, on.ask(rng, tokens, 1)[0]))  # before and after
         late = times[False]
         shipping = late[1] - late[0] - (late[3] - late[2])  # less the decode step in it
-        row = {"prefill": prefill, "wire": bytes_all / (bytes_all / guess), "shipping": shipping, "on": times[True][1],
+        row = {"prefill": prefill, "wire": guess, "shipping": shipping, "on": times[True][1],
                "off": late[1], "first_on": times[True][0], "first_off": late[0]}
         print(f"overlap: {tokens} tokens, " + ", ".join(f"{key} {1e3 * value:.0f} ms" for key, value in row.items()), file=sys.stderr)
         rows.append(row)
-        guess = prefill
+        guess = statistics.median(one["prefill"] for one in rows)
     return rows
 
 
@@ -117,17 +117,17 @@ def report(context, tokens, rows):
         yield {**result, "ratio": round(ratio, 3), "goal": goal, "met": None if goal is None else ratio <= goal}
 
 
-def crossover(context, case, rng):
-    """From how many tokens a prompt's groups leave one by one; a shorter and a longer one beside it."""
-    case.ask(rng, SHORT, 4)
+def crossover(context, case, rng, link):
+    """From how many uncached tokens a prompt's groups leave one by one, as the prefill worker has measured by now; and
+    in how many shipments a short and a long prompt left."""
+    sizes = (SHORT, 512)
+    for tokens in sizes:
+        case.ask(rng, tokens, 4)
     case.field.assert_clean()
     ends = case.ends()
-    first = ends[SHORT][-1]["overlap_from"]
-    yield context.result("overlap_from", first, "tokens")
-    yield context.result(f"overlap_shipments_of_{SHORT}_tokens", ends[SHORT][-1]["shipments"], "shipments")
-    for tokens in sorted(tokens for tokens in ends if tokens >= 512):
-        yield context.result(f"overlap_shipments_of_{tokens}_tokens",
-                             statistics.median(one["shipments"] for one in ends[tokens] if one["bytes"]), "shipments")
+    yield context.result(f"overlap_from_{link}", ends[512][-1]["overlap_from"], "tokens")
+    for tokens in sizes:
+        yield context.result(f"overlap_shipments_of_{tokens}_tokens_{link}", ends[tokens][-1]["shipments"], "shipments")
 
 
 def run(context, args):
@@ -142,9 +142,10 @@ def run(context, args):
         for case in (on, off):
             for tokens in (64, 512, 512):
                 case.ask(rng, tokens, 4)
+        yield from crossover(context, on, rng, "unshaped")
         for tokens in args.tokens or (512, 2048):
             yield from report(context, tokens, rounds(on, off, tokens, args.rounds))
-        yield from crossover(context, on, rng)
+        yield from crossover(context, on, rng, "shaped")
         post_ms, wire_ms = on.posting()
         share = post_ms / wire_ms
         yield {**context.result("overlap_posting_share_of_wire_time", post_ms, "ms", "wire time", wire_ms), "ratio": round(share, 4),
