@@ -77,6 +77,22 @@ static void forget(pd_role_core *core, prefill_request *r)
     prefill_request_free(r);
 }
 
+static void log_end(const pd_role_core *core, const prefill_request *r)
+{
+    const pd_kv_layout *layout = &core->options.layout;
+
+    if (!pd_log_enabled(PD_LOG_DEBUG))
+        return;
+    pd_log_req_debug(r->id,
+                     "msg=\"prefill ends\" status=%s reason=\"%s\" cached=%u computed=%u "
+                     "shipments=%u bytes=%llu held_blocks=%u overlap_from=%u",
+                     pd_status_name(r->status), r->reason, r->cached, r->item.done - r->cached,
+                     r->posted, (unsigned long long)r->ship_bytes, r->held,
+                     pd_cost_overlap_tokens(&core->cost, layout->groups,
+                                            layout->block_bytes_all / layout->block_tokens,
+                                            core->options.context_max));
+}
+
 static void finish(pd_role_core *core, prefill_request *r)
 {
     bool whole = r->status == PD_OK && !r->answer_ended;
@@ -92,8 +108,7 @@ static void finish(pd_role_core *core, prefill_request *r)
         core->counters.cancelled++;
     else
         core->counters.failed++;
-    pd_log_req_debug(r->id, "msg=\"prefill ends\" status=%s reason=\"%s\" cached=%u computed=%u",
-                     pd_status_name(r->status), r->reason, r->cached, r->item.done - r->cached);
+    log_end(core, r);
     if (r->word_owed)
         prefill_say_done(core, r);
     forget(core, r);

@@ -87,6 +87,7 @@ prefill_request *prefill_request_new(const pd_role_options *options,
     r->max_tokens = asked->max_tokens;
     /* The answer's only token is made here: nothing has to leave. */
     r->ship = asked->ship && asked->max_tokens - r->answered > 1;
+    r->whole = options->ship_whole;
     r->receiver = asked->decode_incarnation;
     r->pull_from = asked->pull;
     r->pull_from.transfer_address = NULL;

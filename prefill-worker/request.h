@@ -43,6 +43,7 @@ typedef struct prefill_request {
     uint32_t cached;    /* tokens */
     uint64_t arrived_ns, started_ns, said_started_ns, ended_ns;
     /* shipping; ship_plan's */
+    bool whole; /* nothing leaves before all of it is computed */
     bool targets_known;
     uint32_t held;          /* leading blocks that are there already */
     uint32_t groups;        /* of the layout */

@@ -29,6 +29,8 @@ static uint32_t final_blocks(const prefill_request *r, const pd_kv_layout *layou
 {
     uint32_t tokens = r->item.done;
 
+    if (r->whole)
+        return tokens == r->item.tokens ? r->blocks_count : 0;
     if (r->in_step && group < r->final_groups)
         tokens += r->item.take;
     return blocks_of(r, layout, tokens);

@@ -123,6 +123,7 @@ typedef struct pd_deployment {
         const char *transport; /* "auto", "shm", "tcp" */
         const char *device;    /* network device for tcp: "lo" */
         bool seals;            /* checked on arrival */
+        bool overlap;          /* blocks leave while later ones are computed */
     } transfer;
 
     struct {

@@ -121,6 +121,8 @@ const pd_key pd_schema[] = {
      "network device for tcp"},
     {"transfer.seals", PD_KEY_BOOL, AT(transfer.seals), 0, 0, "true", NULL,
      "check what arrives against its seal"},
+    {"transfer.overlap", PD_KEY_BOOL, AT(transfer.overlap), 0, 0, "true", NULL,
+     "blocks leave while later ones are computed; false: a prompt's leave together"},
     {"heartbeat.interval", PD_KEY_DURATION, AT(heartbeat.interval_ns), 10 * MS, 60 * S, "200ms",
      NULL, "between two heartbeats"},
     {"heartbeat.lost_after", PD_KEY_DURATION, AT(heartbeat.lost_after_ns), 20 * MS, 3600 * S, "2s",

@@ -47,6 +47,10 @@ double pd_cost_ship_ms(const pd_cost *cost, uint64_t bytes)
     return bytes == 0 ? 0 : cost->ship_base_ms + (double)bytes * cost->ship_byte_ms;
 }
 
+/* A step that long does not notice what its shipments cost: leaving early is then worth it even if
+ * the link turns out to be much slower than it was thought to be. */
+static const double FIXED_SHARE_FREE = 0.01;
+
 /* When the last block has landed, from the step's beginning: shipment after shipment on one link,
  * none before its groups are computed. With it the fixed cost of each shipment. */
 static double ship_price_ms(const pd_cost *cost, uint32_t groups, double compute_ms, uint64_t bytes,
@@ -66,6 +70,16 @@ static double ship_price_ms(const pd_cost *cost, uint32_t groups, double compute
     return link_ms + fixed_ms;
 }
 
+/* As many shipments as the step does not notice. */
+static uint32_t free_batch(const pd_cost *cost, uint32_t groups, double compute_ms)
+{
+    double shipments = compute_ms * FIXED_SHARE_FREE / cost->ship_base_ms;
+
+    if (!(shipments < groups)) /* not even when the fixed cost is 0 */
+        return 1;
+    return shipments < 1 ? groups : (groups + (uint32_t)shipments - 1) / (uint32_t)shipments;
+}
+
 uint32_t pd_cost_ship_groups(const pd_cost *cost, uint32_t groups, double compute_ms,
                              uint64_t bytes)
 {
@@ -81,7 +95,8 @@ uint32_t pd_cost_ship_groups(const pd_cost *cost, uint32_t groups, double comput
             best_ms = ms;
         }
     }
-    return best;
+    uint32_t unnoticed = free_batch(cost, groups, compute_ms);
+    return unnoticed < best ? unnoticed : best;
 }
 
 uint32_t pd_cost_overlap_tokens(const pd_cost *cost, uint32_t groups, uint64_t token_bytes,
@@ -101,20 +116,21 @@ uint32_t pd_cost_overlap_tokens(const pd_cost *cost, uint32_t groups, uint64_t t
     return low > tokens_max ? 0 : low;
 }
 
-/* The factor by which coefficients move: towards measured / predicted, at most by 4 at a time. */
-static double correction(double predicted_ms, double ms, uint64_t seen)
+/* The factor by which coefficients move: a part of the way to measured / predicted, which counts
+ * as at most times and at least 1 / times. */
+static double correction(double predicted_ms, double ms, double part, double times)
 {
     if (!isfinite(ms) || ms <= 0 || predicted_ms <= 0)
         return 1;
     double ratio = ms / predicted_ms;
-    ratio = ratio < 0.25 ? 0.25 : ratio > 4 ? 4 : ratio;
-    return 1 + weight(seen) * (ratio - 1);
+    ratio = ratio < 1 / times ? 1 / times : ratio > times ? times : ratio;
+    return 1 + part * (ratio - 1);
 }
 
 void pd_cost_observe_prefill(pd_cost *cost, uint32_t new_tokens, uint32_t cached_tokens, double ms)
 {
     double predicted_ms = pd_cost_prefill_ms(cost, new_tokens, cached_tokens);
-    double factor = correction(predicted_ms, ms, cost->prefill_seen++);
+    double factor = correction(predicted_ms, ms, weight(cost->prefill_seen++), 4);
     cost->prefill_base_ms *= factor;
     cost->prefill_token_ms *= factor;
     cost->prefill_token_context_ms *= factor;
@@ -123,15 +139,26 @@ void pd_cost_observe_prefill(pd_cost *cost, uint32_t new_tokens, uint32_t cached
 void pd_cost_observe_decode(pd_cost *cost, uint32_t batch, uint64_t context_tokens, double ms)
 {
     double predicted_ms = pd_cost_decode_step_ms(cost, batch, context_tokens);
-    double factor = correction(predicted_ms, ms, cost->decode_seen++);
+    double factor = correction(predicted_ms, ms, weight(cost->decode_seen++), 4);
     cost->decode_base_ms *= factor;
     cost->decode_sequence_ms *= factor;
     cost->decode_context_ms *= factor;
 }
 
+/* A link's rate changes at once, by a lot, and there are few shipments to learn it from. */
+static const double SHIP_WEIGHT_LEAST = 0.15;
+
+/* What is left of the time after one term is the other's, whichever is the bigger one: big
+ * shipments tell the rate, small ones the fixed cost, which does not grow on a slow link. */
 void pd_cost_observe_ship(pd_cost *cost, uint64_t bytes, double ms)
 {
-    double factor = correction(pd_cost_ship_ms(cost, bytes), ms, cost->ship_seen++);
-    cost->ship_base_ms *= factor;
-    cost->ship_byte_ms *= factor;
+    double base_ms = cost->ship_base_ms, rest_ms = (double)bytes * cost->ship_byte_ms;
+    double part = fmax(weight(cost->ship_seen++), SHIP_WEIGHT_LEAST);
+
+    if (!isfinite(ms) || ms <= 0 || bytes == 0)
+        return;
+    if (base_ms > rest_ms)
+        cost->ship_base_ms *= correction(base_ms, fmax(ms - rest_ms, base_ms / 8), part, 8);
+    else
+        cost->ship_byte_ms *= correction(rest_ms, fmax(ms - base_ms, rest_ms / 8), part, 8);
 }

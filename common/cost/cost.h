@@ -26,7 +26,9 @@ double pd_cost_ship_ms(const pd_cost *cost, uint64_t bytes);
 /* How many layer groups make one shipment, 1 .. groups, for bytes in all that a step of compute_ms
  * fills group by group: the number with which the last of them lands first, ship_base_ms added for
  * each shipment, since it is spent by somebody even where it is hidden behind computing. So a short
- * prompt leaves as a whole. Of equally good numbers the largest. */
+ * prompt leaves as a whole. Of equally good numbers the largest; but never so large that there are
+ * fewer shipments than cost a hundredth of the computing together: the link may be slower than it
+ * was thought to be. */
 uint32_t pd_cost_ship_groups(const pd_cost *cost, uint32_t groups, double compute_ms,
                              uint64_t bytes);
 /* The shortest uncached prompt, up to tokens_max, whose groups leave while later ones are computed:
@@ -35,8 +37,8 @@ uint32_t pd_cost_overlap_tokens(const pd_cost *cost, uint32_t groups, uint64_t t
                                 uint32_t tokens_max);
 
 /* A measured time; bad values (negative, not finite) are ignored. Each observation scales the
- * model's coefficients a little towards it (exponentially weighted ratio of measured to predicted).
- */
+ * model's coefficients a little towards it (exponentially weighted ratio of measured to predicted);
+ * of shipping's, the one that matters more for so many bytes. */
 void pd_cost_observe_prefill(pd_cost *cost, uint32_t new_tokens, uint32_t cached_tokens, double ms);
 void pd_cost_observe_decode(pd_cost *cost, uint32_t batch, uint64_t context_tokens, double ms);
 void pd_cost_observe_ship(pd_cost *cost, uint64_t bytes, double ms);

@@ -6,15 +6,20 @@
 /* A put of about this size keeps shared memory and tcp at full rate without making a layer wait
  * long for its neighbours. */
 #define GROUP_BLOCK_BYTES_AIM 65536
+/* The last group cannot hide behind computing: of a prompt that is one step, and ships as long as
+ * it computes, that is one part in so many. Runs of neighbouring blocks are one put, so that
+ * smaller blocks cost little; how many groups leave together is the cost model's. */
+#define GROUPS_AIM 12
 
 #define BLOCK_TOKENS_MAX 256
 
 static uint32_t choose_group_layers(uint32_t layers, uint64_t block_layer_bytes)
 {
     uint64_t chosen = (GROUP_BLOCK_BYTES_AIM + block_layer_bytes / 2) / block_layer_bytes;
-    if (chosen == 0)
-        return 1;
-    return chosen > layers ? layers : (uint32_t)chosen;
+    uint32_t most = layers / GROUPS_AIM;
+    if (chosen > most)
+        chosen = most;
+    return chosen == 0 ? 1 : (uint32_t)chosen;
 }
 
 static pd_status check(const pd_model_shape *shape, const pd_kv_layout_options *options)

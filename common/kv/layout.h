@@ -42,7 +42,7 @@ typedef struct pd_kv_layout {
 typedef struct pd_kv_layout_options {
     pd_dtype dtype;
     uint32_t block_tokens;
-    uint32_t group_layers; /* 0: chosen so that a group's block is about 64 KiB */
+    uint32_t group_layers; /* 0: 12 groups or more, a group's block at most about 64 KiB */
     uint64_t memory_bytes; /* of the pool; as many blocks as fit */
     uint32_t blocks_max;   /* 0: no other limit than memory */
 } pd_kv_layout_options;

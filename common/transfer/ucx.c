@@ -188,6 +188,9 @@ static pd_status configure_transport(ucp_config_t *config, const pd_transfer_opt
         {"NET_DEVICES", options->device == NULL ? "lo" : options->device},
         {TCP_KEY("TX_SEG_SIZE"), "1m"},
         {TCP_KEY("RX_SEG_SIZE"), "1m"},
+        /* What the kernel holds counts as sent, and nobody can overtake it: the kernel's own
+         * choice is twice that and more, which a slow link carries for long. */
+        {TCP_KEY("SNDBUF"), "1m"},
         /* no rendezvous: 1.22 prefers it early, and it is slower here (1.13 does not care) */
         {"RNDV_THRESH", "inf"},
     };

@@ -28,6 +28,7 @@ typedef struct pd_role_options {
     uint32_t peers_max;     /* links at a time */
     bool prefix_cache;      /* finished blocks stay for reuse */
     bool seals;             /* notices carry seals, and they are checked */
+    bool ship_whole;        /* a prompt's blocks leave when all of them are computed */
     uint64_t lost_after_ns; /* a router silent for so long is gone, until it says its own value */
 } pd_role_options;
 

@@ -550,6 +550,7 @@ static pd_status make_core(worker *w)
         .peers_max = PD_WORKER_PEERS_MAX,
         .prefix_cache = s->deployment.kv.prefix_cache,
         .seals = s->deployment.transfer.seals,
+        .ship_whole = !s->deployment.transfer.overlap,
         .lost_after_ns = w->lost_after_ns,
     };
     pd_role_sink sink = {

@@ -16,6 +16,11 @@ enum {
 #define CREDIT_DEFAULT        (8u << 20)
 #define QUANTUM_DEFAULT       (1u << 20)
 #define QUANTUM_ALONE_DEFAULT (4u << 20)
+/* What is posted and has not landed is in nobody's hands any more: on a slow link it is no more
+ * than the link carries in that time, so that who comes next does not wait longer for its turn. */
+#define CREDIT_NS          (50 * PD_NS_PER_MS)
+#define CREDIT_BYTES_LEAST (512u << 10)
+#define RATE_KEPT          0.9 /* of what was measured before, with each part that lands */
 /* In one call of pump: what is posted is also sealed there, and the loop must not stand still. */
 #define TURN_BYTES (8u << 20)
 
@@ -67,7 +72,8 @@ typedef struct peer_queue {
     notify *notifies, *notifies_tail;
     part current; /* begun, and its notice is not posted yet */
     uint64_t in_flight_bytes;
-    uint64_t landed_ns; /* when the last part did */
+    uint64_t landed_ns;             /* when the last part did */
+    double recent_bytes, recent_ns; /* landed, and the link's time for it; older ones fade */
 } peer_queue;
 
 typedef struct part_out {
@@ -457,11 +463,26 @@ pd_status pd_ship_notify(pd_shipper *shipper, pd_peer peer, const pd_notice *not
 
 /* ---- parts ---- */
 
-static uint32_t blocks_of_quantum(const pd_shipper *shipper, const shipment *s, bool alone)
+static uint64_t credit_of(const pd_shipper *shipper, const peer_queue *peer)
+{
+    uint64_t most = shipper->options.credit_bytes;
+
+    if (peer->recent_ns <= 0 || most < CREDIT_BYTES_LEAST)
+        return most;
+    double bytes = peer->recent_bytes / peer->recent_ns * CREDIT_NS;
+    if (bytes >= (double)most)
+        return most;
+    return bytes <= CREDIT_BYTES_LEAST ? CREDIT_BYTES_LEAST : (uint64_t)bytes;
+}
+
+static uint32_t blocks_of_quantum(const pd_shipper *shipper, const peer_queue *peer,
+                                  const shipment *s, bool alone)
 {
     const pd_shipper_options *o = &shipper->options;
     uint64_t block_bytes = pd_kv_layout_block_bytes(o->layout, s->what.group_first + s->group);
-    uint64_t blocks = (alone ? o->quantum_bytes_alone : o->quantum_bytes) / block_bytes;
+    uint64_t bytes = alone ? o->quantum_bytes_alone : o->quantum_bytes;
+    uint64_t half = credit_of(shipper, peer) / 2; /* one lands while the next is posted */
+    uint64_t blocks = (bytes < half ? bytes : half) / block_bytes;
 
     if (blocks == 0)
         return 1;
@@ -469,10 +490,10 @@ static uint32_t blocks_of_quantum(const pd_shipper *shipper, const shipment *s, 
 }
 
 /* The next part of a shipment: some blocks of one group, or all blocks of several. */
-static part part_next(const pd_shipper *shipper, shipment *s, bool alone)
+static part part_next(const pd_shipper *shipper, const peer_queue *peer, shipment *s, bool alone)
 {
     const pd_kv_layout *layout = shipper->options.layout;
-    uint32_t most = blocks_of_quantum(shipper, s, alone);
+    uint32_t most = blocks_of_quantum(shipper, peer, s, alone);
     uint32_t left = s->what.count - s->block, groups = 1;
 
     if (s->block == 0 && left <= most) {
@@ -775,9 +796,9 @@ static uint64_t pump_peer(pd_shipper *shipper, pd_peer peer)
     if (queue->current.of == NULL) {
         if (queue->head == NULL || shipper->parts_free == NO_SLOT)
             return 0;
-        part p = part_next(shipper, queue->head->head, queue->head == queue->tail);
+        part p = part_next(shipper, queue, queue->head->head, queue->head == queue->tail);
         if ((queue->in_flight_bytes > 0 &&
-             queue->in_flight_bytes + p.bytes > shipper->options.credit_bytes) ||
+             queue->in_flight_bytes + p.bytes > credit_of(shipper, queue)) ||
             shipper->ops_out + p.groups * p.blocks + 1 > OPS_MAX)
             return 0;
         current_begin(shipper, queue, &p);
@@ -838,12 +859,16 @@ bool pd_ship_sent(pd_shipper *shipper, const pd_transfer_event *event)
     peer->in_flight_bytes -= out->bytes;
     shipper->ops_out -= out->ops;
     if (event->status == PD_OK) {
-        s->wire_ns += on_the_wire(event, &s->landed_ns);
+        uint64_t wire_ns = on_the_wire(event, &peer->landed_ns);
+        s->landed_ns = event->landed_ns;
+        peer->recent_bytes = RATE_KEPT * peer->recent_bytes + (double)event->bytes;
+        peer->recent_ns = RATE_KEPT * peer->recent_ns + (double)wire_ns;
+        s->wire_ns += wire_ns;
         s->bytes += event->bytes;
         s->post_ns += event->post_ns + out->post_ns;
         stats->parts++;
         stats->bytes += event->bytes;
-        stats->wire_ns += on_the_wire(event, &peer->landed_ns);
+        stats->wire_ns += wire_ns;
         stats->post_ns += event->post_ns + out->post_ns;
     }
     out->of = NULL;

@@ -4,10 +4,11 @@
  * there.
  *
  * A shipment waits in a list of its peer's until its turn comes. What is posted to the transfer and
- * has not landed yet is bounded for each peer (its credit), and tickets take turns, each a quantum:
- * a long prompt cannot hold up short ones by more than the credit. Blocks that are neighbours in
- * both pools go as one put. A quantum of blocks is a *part*: its puts, its seals, its notice; a
- * shipment that fits one has one notice. All parts together end in one PD_TRANSFER_SENT.
+ * has not landed yet is bounded for each peer (its credit), on a slow link to what it carries in
+ * 50 ms; tickets take turns, each a quantum: a long prompt cannot hold up short ones by more than
+ * that. Blocks that are neighbours in both pools go as one put. A quantum of blocks is a *part*:
+ * its puts, its seals, its notice; a shipment that fits one has one notice. All parts together end
+ * in one PD_TRANSFER_SENT.
  *
  * Loop thread only, which is also the transfer's producer: nobody else may post to that transfer.
  * The owner calls pd_ship_pump whenever something may be done (each turn of its loop), gives every
@@ -28,7 +29,7 @@ typedef struct pd_shipper_options {
     const pd_seal_tiles *tiles;   /* for seals; NULL: they are made from the bytes */
     pd_ship_faults faults;        /* all 0: none */
     uint32_t shipments_max;       /* that wait or are on their way; 0: 4096 */
-    uint64_t credit_bytes;        /* posted and not landed, a peer; 0: 8 MiB */
+    uint64_t credit_bytes;        /* posted and not landed, a peer, at most; 0: 8 MiB */
     uint64_t quantum_bytes;       /* of a ticket's turn while others wait; 0: 1 MiB */
     uint64_t quantum_bytes_alone; /* while none does; 0: 4 MiB, or quantum_bytes if that is set */
 } pd_shipper_options;
@@ -60,8 +61,8 @@ bool pd_ship_pump(pd_shipper *shipper);
  * owner's (ticket 0). */
 bool pd_ship_sent(pd_shipper *shipper, const pd_transfer_event *event);
 /* The PD_TRANSFER_SENT of a shipment that has ended: status of the first part that failed, bytes
- * and post_ns summed, wire_ns the time in which something of it was on the wire. PD_E_AGAIN: none.
- */
+ * and post_ns summed, wire_ns the time that its peer's link was busy with it: waiting for others on
+ * that link does not count, so that the sum over shipments is the link's. PD_E_AGAIN: none. */
 PD_CHECKED pd_status pd_ship_poll(pd_shipper *shipper, pd_transfer_event *event_out);
 
 /* Sums since the start, of parts that landed. */

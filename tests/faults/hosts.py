@@ -101,9 +101,13 @@ class Host:
 class Network:
     """Hosts by name; `cut` and `join` act on one link of one host, or on both."""
 
+    made = 0  # networks of this process: several may be there at a time
+
     def __init__(self, names):
-        self.switch = f"{PREFIX}{os.getpid()}-switch"
-        self.hosts = {name: Host(f"{PREFIX}{os.getpid()}-{name}", index + 1) for index, name in enumerate(names)}
+        Network.made += 1
+        mark = f"{PREFIX}{os.getpid()}-{Network.made}"
+        self.switch = f"{mark}-switch"
+        self.hosts = {name: Host(f"{mark}-{name}", index + 1) for index, name in enumerate(names)}
         try:
             self._make()
         except BaseException:

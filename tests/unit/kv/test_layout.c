@@ -56,8 +56,19 @@ static void a_block_and_a_heads_slice_are_contiguous_in_a_group(void **state)
     pd_kv_layout layout =
         make(shape_of(30, 3, 64),
              (pd_kv_layout_options){.dtype = PD_F16, .block_tokens = 16, .memory_bytes = 64 << 20});
+    assert_int_equal(layout.group_layers, 2); /* 30 layers: 12 groups at least */
+    layout =
+        make(shape_of(120, 3, 64),
+             (pd_kv_layout_options){.dtype = PD_F16, .block_tokens = 16, .memory_bytes = 64 << 20});
     assert_int_equal(layout.group_layers, 5); /* 12 KiB a layer: 60 KiB is nearest to 64 */
-    assert_int_equal(layout.groups, 6);
+    layout =
+        make(shape_of(6, 3, 64),
+             (pd_kv_layout_options){.dtype = PD_F16, .block_tokens = 16, .memory_bytes = 64 << 20});
+    assert_int_equal(layout.group_layers, 1);
+    layout =
+        make(shape_of(30, 3, 64),
+             (pd_kv_layout_options){.dtype = PD_F16, .block_tokens = 16, .memory_bytes = 64 << 20});
+    assert_int_equal(layout.groups, 15);
     assert_int_equal(layout.blocks, (64u << 20) / layout.block_bytes_all);
     for (uint32_t group = 0; group < layout.groups; group++) {
         uint64_t bytes = pd_kv_layout_block_bytes(&layout, group);

@@ -259,6 +259,65 @@ static void a_long_shipment_does_not_hold_up_a_short_one(void **state)
     pair_end(p);
 }
 
+/* Until a shipment of that ticket has ended: how many bytes landed meanwhile, those that are seen
+ * after it not counted. longs counts the ends of ticket 1. */
+static uint64_t landed_before(pair *p, uint64_t ticket, uint32_t *longs)
+{
+    uint64_t end_ns = pd_clock_now_ns() + 20 * PD_NS_PER_S;
+    uint64_t from = pd_ship_read_stats(p->shipper).bytes;
+
+    while (pd_clock_now_ns() < end_ns) {
+        pd_ship_pump(p->shipper);
+        while (pd_transfer_poll(p->from, &event) == PD_OK) {
+            assert_true(pd_ship_sent(p->shipper, &event));
+            uint64_t landed = pd_ship_read_stats(p->shipper).bytes - from;
+            while (pd_ship_poll(p->shipper, &event) == PD_OK) {
+                if (event.ticket == ticket)
+                    return landed;
+                *longs += 1;
+            }
+        }
+        while (pd_transfer_poll(p->to, &event) == PD_OK)
+            ;
+    }
+    return UINT64_MAX;
+}
+
+/* While a long prompt's blocks leave, short prompts come: each has landed when no more than what
+ * had been posted before it, and a quantum, has. */
+static void a_short_shipment_waits_for_the_credit_at_most(void **state)
+{
+    enum { QUANTUM = 256 << 10, CREDIT = 2 << 20, LONGS = 40, SHORTS = 10, SHORT_BLOCKS = 2 };
+    pair *p = pair_make(*state, &(pd_shipper_options){.quantum_bytes = QUANTUM,
+                                                      .quantum_bytes_alone = 2 * QUANTUM,
+                                                      .credit_bytes = CREDIT});
+    static pd_block blocks[1000];
+    uint32_t count = p->ours.blocks < 1000 ? p->ours.blocks : 1000, longs = 0;
+    uint64_t own_bytes = SHORT_BLOCKS * p->ours.block_bytes_all, most = 0;
+
+    for (uint32_t i = 0; i < count; i++)
+        blocks[i] = i;
+    for (uint32_t i = 0; i < LONGS; i++) {
+        pd_shipment s = shipment_of(p, 1, blocks, blocks, count);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    }
+    for (uint32_t i = 0; i < SHORTS; i++) {
+        pd_ship_pump(p->shipper);
+        pd_shipment s = shipment_of(p, 2 + i, blocks, blocks, SHORT_BLOCKS);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+        uint64_t waited = landed_before(p, 2 + i, &longs) - own_bytes;
+        most = waited > most ? waited : most;
+    }
+    print_message("# %.1f quanta of a long prompt landed before a short one at most, %.1f were "
+                  "posted before it\n",
+                  (double)most / QUANTUM, (double)CREDIT / QUANTUM);
+    /* one quantum of the long one may go first: as big as it was when nobody else waited */
+    assert_true(most <= CREDIT + 2 * QUANTUM);
+    assert_true(longs < LONGS); /* it was under way all the time */
+    pd_ship_drop(p->shipper, 1);
+    pair_end(p);
+}
+
 static void an_abort_comes_after_what_was_asked_for_before(void **state)
 {
     pair *p = pair_make(
@@ -448,6 +507,7 @@ int main(void)
         BOTH(every_block_lies_where_its_notice_says),
         BOTH(a_small_shipment_has_one_notice),
         BOTH(a_long_shipment_does_not_hold_up_a_short_one),
+        BOTH(a_short_shipment_waits_for_the_credit_at_most),
         BOTH(an_abort_comes_after_what_was_asked_for_before),
         BOTH(what_is_dropped_ends_and_nothing_more_of_it_comes),
         BOTH(closing_a_link_ends_what_waits_before_it_is_closed),

@@ -8,7 +8,7 @@
 
 #include <cmocka.h>
 
-enum { GROUPS = 6, TOKEN_BYTES = 23040 };
+enum { GROUPS = 15, TOKEN_BYTES = 23040 };
 
 static uint32_t groups_of(const pd_cost *cost, uint32_t tokens)
 {
@@ -45,7 +45,7 @@ static void what_takes_as_long_as_computing_is_hidden_behind_it(void **state)
     assert_int_equal(pd_cost_ship_groups(&cost, GROUPS, 100, 1000000), 1);
     /* the fixed cost of a shipment is as long as a third of all: two at most */
     cost.ship_base_ms = 33;
-    assert_true(pd_cost_ship_groups(&cost, GROUPS, 100, 1000000) >= GROUPS / 2);
+    assert_true(pd_cost_ship_groups(&cost, GROUPS, 100, 1000000) > GROUPS / 3);
 }
 
 static void longer_prompts_leave_in_smaller_parts(void **state)
@@ -69,12 +69,36 @@ static void longer_prompts_leave_in_smaller_parts(void **state)
     }
 }
 
+/* A link a hundred times slower than was thought: its rate is learnt from big shipments, and its
+ * fixed cost does not grow with them; that is learnt from small ones. */
+static void a_links_rate_and_its_fixed_cost_are_learnt_apart(void **state)
+{
+    (void)state;
+    pd_cost cost;
+    pd_cost_init(&cost);
+    const double byte_ms = 100 * cost.ship_byte_ms, base_ms = cost.ship_base_ms;
+
+    for (int i = 0; i < 60; i++)
+        pd_cost_observe_ship(&cost, 768 << 10, base_ms + byte_ms * (768 << 10));
+    print_message("# base %.3f ms of %.3f, a MB %.1f ms of %.1f\n", cost.ship_base_ms, base_ms,
+                  1e6 * cost.ship_byte_ms, 1e6 * byte_ms);
+    assert_true(cost.ship_base_ms < 4 * base_ms);
+    assert_true(cost.ship_byte_ms > 0.9 * byte_ms && cost.ship_byte_ms < 1.1 * byte_ms);
+    for (int i = 0; i < 200; i++) {
+        pd_cost_observe_ship(&cost, 1000, 5 * base_ms + byte_ms * 1000);
+        pd_cost_observe_ship(&cost, 768 << 10, 5 * base_ms + byte_ms * (768 << 10));
+    }
+    assert_true(cost.ship_base_ms > 4.5 * base_ms && cost.ship_base_ms < 5.5 * base_ms);
+    assert_true(cost.ship_byte_ms > 0.9 * byte_ms && cost.ship_byte_ms < 1.1 * byte_ms);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_free_shipment_is_one_group_and_a_dear_one_all),
         cmocka_unit_test(what_takes_as_long_as_computing_is_hidden_behind_it),
         cmocka_unit_test(longer_prompts_leave_in_smaller_parts),
+        cmocka_unit_test(a_links_rate_and_its_fixed_cost_are_learnt_apart),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
