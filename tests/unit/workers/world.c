@@ -554,7 +554,8 @@ bool world_settle(world *w)
             idle_ms = 0;
             continue;
         }
-        if (idle_ms++ == PATIENCE_MS)
+        bool waits = !w->decode.ops->idle(w->decode.core) || !w->prefill.ops->idle(w->prefill.core);
+        if (idle_ms++ == (waits ? PATIENCE_MS : 1))
             return true;
         world_tick(w, 1);
     }
