@@ -620,6 +620,16 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
     run_step(core, now_ns); /* room may have come back */
 }
 
+/* A sender's last word, by way of a router: perhaps it never heard of the shipment. */
+static void on_unwritten(pd_role_core *core, const pd_msg_cancel *said, uint64_t now_ns)
+{
+    decode_sequence *s = find(core, &said->key);
+
+    if (s != NULL && s->given_up && s->lease->prefill == said->source)
+        sender_done(core, s, "");
+    run_step(core, now_ns);
+}
+
 static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked, uint64_t now_ns)
 {
     pd_request_key key = asked->key;
@@ -727,6 +737,10 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     if (!pd_routers_on_message(&core->routers, router, message, now_ns))
         return;
     const pd_request_key *key = key_of(message);
+    if (message->kind == PD_MSG_CANCEL && message->cancel.source != 0) {
+        on_unwritten(core, &message->cancel, now_ns);
+        return;
+    }
     if (key != NULL && (key->router != router || key->number == 0)) {
         pd_log_warn("msg=\"a router spoke of a request that is not its own\" kind=%s",
                     pd_message_name(message->kind));

@@ -267,7 +267,7 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
         pd_last_words_everywhere(&core->words, &cancel->key);
     }
     if (cancel->unwritten)
-        prefill_pull_unwritten(&core->pulls, &cancel->key);
+        prefill_pull_unwritten(&core->pulls, &cancel->key, 0);
 }
 
 static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked, uint64_t now_ns)
@@ -314,8 +314,8 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
         return;
     const pd_request_key *key = key_of(message);
     /* A source's word may come by any router: that of the request can be lost. */
-    if (message->kind == PD_MSG_CANCEL && key->router != router && message->cancel.unwritten) {
-        prefill_pull_unwritten(&core->pulls, key);
+    if (message->kind == PD_MSG_CANCEL && message->cancel.source != 0) {
+        prefill_pull_unwritten(&core->pulls, key, message->cancel.source);
         return;
     }
     if (key != NULL && (key->router != router || key->number == 0)) {

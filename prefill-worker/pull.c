@@ -250,11 +250,11 @@ void prefill_pull_ended(prefill_pulls *pulls, const pd_msg_pull_end *ended)
         give_up(pulls, pull, ended->reason);
 }
 
-void prefill_pull_unwritten(prefill_pulls *pulls, const pd_request_key *key)
+void prefill_pull_unwritten(prefill_pulls *pulls, const pd_request_key *key, uint64_t source)
 {
     prefill_pull *pull = find(pulls, key);
 
-    if (pull != NULL)
+    if (pull != NULL && (source == 0 || pull->lease->prefill == source))
         close(pulls, pull, "nobody writes");
 }
 

@@ -48,7 +48,7 @@ void prefill_pull_describe(const prefill_request *request, pd_msg_prefill_starte
 /* The source has said its last word to the router. */
 void prefill_pull_ended(prefill_pulls *pulls, const pd_msg_pull_end *ended);
 /* A cancel that says that nobody writes. */
-void prefill_pull_unwritten(prefill_pulls *pulls, const pd_request_key *key);
+void prefill_pull_unwritten(prefill_pulls *pulls, const pd_request_key *key, uint64_t source);
 /* A notice of a source. */
 void prefill_pull_on_notice(prefill_pulls *pulls, const pd_notice *notice);
 void prefill_pull_on_checked(prefill_pulls *pulls, const pd_checked *checked);

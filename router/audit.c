@@ -169,11 +169,16 @@ static void end_unknown(router_audit *audit, uint32_t slot, const pd_audit_entry
 
 /* Blocks of an attempt that is over wait for a sender's last word, which was lost, or came before
  * the lease was bound. A prefill worker that is told to end what it does not know says by data
- * plane, behind all that it ever posted, that it writes nothing of it. */
-static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry *entry)
+ * plane, behind all that it ever posted, that it writes nothing of it. A decode worker from which a
+ * sequence was to move may have no link to this one: it answers by ShipDone, which is passed on. */
+static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry *entry,
+                        const pd_msg_audit_reply *reply)
 {
     router_cluster *cluster = audit->o.cluster;
     const pd_msg_cancel cancel = {.key = entry->key};
+    /* A block that there is not, which ends a shipment. */
+    pd_message again = {.kind = PD_MSG_SHIP_AGAIN,
+                        .ship_again = {.key = entry->key, .group = UINT32_MAX, .count = 1}};
     audit->o.counters->audit_quarantined++;
     if (cluster->workers[slot].hello.role != PD_ROLE_DECODE) {
         router_pull_ask_again(audit->o.requests, slot, &entry->key);
@@ -182,6 +187,14 @@ static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         if (cluster->workers[i].used && cluster->workers[i].hello.role == PD_ROLE_PREFILL)
             router_cluster_cancel(cluster, i, &cancel);
+    }
+    for (uint32_t k = 0; k < reply->waits_for_count; k++) {
+        uint32_t from = router_cluster_by_incarnation(cluster, reply->waits_for[k]);
+        if (from == ROUTER_NO_WORKER || cluster->workers[from].hello.role != PD_ROLE_DECODE)
+            continue;
+        if (!audit->o.sink->send(audit->o.sink->ctx, cluster->workers[from].identity, &again))
+            pd_log_debug("msg=\"a question for a last word was not taken\" worker=%s",
+                         cluster->workers[from].hello.name);
     }
 }
 
@@ -209,7 +222,7 @@ static void take_entries(router_audit *audit, uint32_t slot, record *of,
             continue;
         now->entries[now->count++] = *entry;
         if (quarantined && was_there(&of->waiting, &entry->key))
-            ask_senders(audit, slot, entry);
+            ask_senders(audit, slot, entry, reply);
         else if (!quarantined && was_there(&of->unknown, &entry->key))
             end_unknown(audit, slot, entry);
     }

@@ -173,9 +173,13 @@ void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_k
         return;
     }
     uint32_t source = router_cluster_by_incarnation(t->o.cluster, left->source);
+<<<<<<< HEAD
     /* No layer group that there is: what matters is the answer, also of one that has forgotten the
      * key. A block that was written again now could land where the first writing's end has freed
      * it. */
+=======
+    /* A block that there is not, which ends it: the receiver waits for nothing but the end. */
+>>>>>>> sim2
     pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
                           .ship_again = {.key = *key, .group = UINT32_MAX, .count = 1}};
     if (!left->may_land && source != ROUTER_NO_WORKER && !router_request_send(t, source, &message))
@@ -183,13 +187,15 @@ void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_k
 }
 
 /* A source says that it holds nothing for a key of which this router knows nothing: perhaps of a
- * router that is lost. Whoever keeps blocks for it hears of it. */
-static void say_unwritten(router_requests *t, const pd_request_key *key)
+ * router that is lost. Whoever keeps blocks for it hears of it, and of whom it is said. */
+static void say_unwritten(router_requests *t, uint32_t source, const pd_request_key *key)
 {
+    const pd_msg_cancel cancel = {.key = *key,
+                                  .unwritten = true,
+                                  .source = router_request_worker(t, source)->hello.incarnation};
     for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
-        const router_worker *worker = &t->o.cluster->workers[i];
-        if (worker->used && worker->hello.role == PD_ROLE_PREFILL)
-            tell_unwritten(t, i, key);
+        if (i != source && t->o.cluster->workers[i].used)
+            router_cluster_cancel(t->o.cluster, i, &cancel);
     }
 }
 
@@ -199,7 +205,7 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
     if (r == NULL) {
         bool left = on_left(t, slot, done);
         if (!left && done->status == PD_E_NOT_FOUND && !done->may_land)
-            say_unwritten(t, &done->key);
+            say_unwritten(t, slot, &done->key);
         return left;
     }
     if (r->pull.slot != slot || !r->pull.asked)

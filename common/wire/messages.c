@@ -631,6 +631,7 @@ static pd_status pack_small(packing *pack, const pd_message *in)
         pack->body.cancel.key = pack_key(&pack->key, &in->cancel.key);
         pack->body.cancel.unwritten = in->cancel.unwritten;
         pack->body.cancel.keep = in->cancel.keep;
+        pack->body.cancel.source = in->cancel.source;
         envelope->body_case = KVW__ENVELOPE__BODY_CANCEL;
         envelope->cancel = &pack->body.cancel;
         return PD_OK;

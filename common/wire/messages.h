@@ -427,6 +427,9 @@ typedef struct pd_msg_cancel {
      * there is no last word to wait for. */
     bool unwritten;
     bool keep; /* its full blocks stay as cache */
+    /* Not 0: all that is said is that this incarnation writes nothing for the key. Any router may
+     * say so, also of another one's request. */
+    uint64_t source;
 } pd_msg_cancel;
 
 typedef struct pd_msg_snapshot_request {

@@ -626,6 +626,7 @@ static void take_body(unpacking *un, const Kvw__Envelope *in, pd_message *out)
         take_key(un, in->cancel->key, &out->cancel.key);
         out->cancel.unwritten = in->cancel->unwritten;
         out->cancel.keep = in->cancel->keep;
+        out->cancel.source = in->cancel->source;
         return;
     case KVW__ENVELOPE__BODY_SNAPSHOT_REQUEST:
         out->kind = PD_MSG_SNAPSHOT_REQUEST;

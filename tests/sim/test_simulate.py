@@ -107,6 +107,7 @@ FOUND = [  # what each showed in the code of its day; seeds do not keep their me
     ("all", 20536),  # a move with nothing to ship
     ("all", 1004420),  # fenced off, alive, and taken in again by a router that came later
     ("all", 2000259),
+    ("all", 4005098), ("all", 50002648),  # a move of which its source never heard
 ]
 
 

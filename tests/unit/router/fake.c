@@ -834,6 +834,8 @@ static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
     w->cancels += message->kind == PD_MSG_CANCEL;
     w->kept += message->kind == PD_MSG_CANCEL && message->cancel.keep;
     w->unwritten += message->kind == PD_MSG_CANCEL && message->cancel.unwritten;
+    if (message->kind == PD_MSG_CANCEL)
+        w->unwritten_by = message->cancel.source;
     if (w->deaf && (message->kind == PD_MSG_LEASE_REQUEST || message->kind == PD_MSG_DECODE_START ||
                     message->kind == PD_MSG_PREFILL_REQUEST))
         return;

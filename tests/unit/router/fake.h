@@ -62,6 +62,7 @@ typedef struct fake_worker {
     fake_lease leases[FAKE_LEASES_MAX];
     uint32_t snapshots, peers_up, peers_gone, welcomed, refused, cancels, unwritten, kept;
     uint32_t pulled, pull_ends;      /* prefill */
+    uint64_t unwritten_by;           /* that the last cancel named */
     pd_request_key quarantined;      /* number 0: nothing is */
     uint64_t waits_for;              /* a quarantine waits for that incarnation */
     pd_msg_lease_request last_lease; /* what came last; its pointers are gone */

@@ -260,6 +260,7 @@ static void fill(pd_message *m, pd_message_kind kind)
         m->cancel.key = KEY;
         m->cancel.unwritten = true;
         m->cancel.keep = true;
+        m->cancel.source = 11;
         break;
     case PD_MSG_SNAPSHOT_REQUEST: m->snapshot_request.router = 5; break;
     default: fill_moves(m); break;

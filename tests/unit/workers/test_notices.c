@@ -347,6 +347,25 @@ static void what_nobody_was_asked_to_write_is_free_at_once(void **state)
     }
 }
 
+static void a_routers_word_on_a_sender_ends_what_waits_for_that_one(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_message message = {.kind = PD_MSG_CANCEL};
+
+    message.cancel = (pd_msg_cancel){
+        .key = the_key, .unwritten = true, .source = w->prefill.options.incarnation};
+    world_to(w, &w->decode, &message);
+    assert_int_equal(ledger(w).leased, 3); /* nobody has given it up: nothing is cancelled */
+    cancel(w);
+    message.cancel.source++;
+    world_to(w, &w->decode, &message);
+    assert_int_equal(ledger(w).quarantined, 3); /* another one's word */
+    message.cancel.source--;
+    world_to(w, &w->decode, &message);
+    done(w);
+}
+
 static void a_start_without_a_lease_is_answered(void **state)
 {
     (void)state;
@@ -497,6 +516,7 @@ int main(void)
         cmocka_unit_test(a_lease_that_is_not_renewed_runs_out),
         cmocka_unit_test(a_cancel_of_what_never_came_frees_what_was_leased_for_it),
         cmocka_unit_test(what_nobody_was_asked_to_write_is_free_at_once),
+        cmocka_unit_test(a_routers_word_on_a_sender_ends_what_waits_for_that_one),
         cmocka_unit_test(a_start_without_a_lease_is_answered),
         cmocka_unit_test(blocks_that_never_come_fail_the_request),
         cmocka_unit_test(a_pin_for_a_pull_leaves_promised_room),
