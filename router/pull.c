@@ -173,13 +173,9 @@ void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_k
         return;
     }
     uint32_t source = router_cluster_by_incarnation(t->o.cluster, left->source);
-<<<<<<< HEAD
     /* No layer group that there is: what matters is the answer, also of one that has forgotten the
      * key. A block that was written again now could land where the first writing's end has freed
      * it. */
-=======
-    /* A block that there is not, which ends it: the receiver waits for nothing but the end. */
->>>>>>> sim2
     pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
                           .ship_again = {.key = *key, .group = UINT32_MAX, .count = 1}};
     if (!left->may_land && source != ROUTER_NO_WORKER && !router_request_send(t, source, &message))
