@@ -147,9 +147,11 @@ void pd_cost_observe_decode(pd_cost *cost, uint32_t batch, uint64_t context_toke
 
 /* A link's rate changes at once, by a lot, and there are few shipments to learn it from. */
 static const double SHIP_WEIGHT_LEAST = 0.15;
+/* From so many bytes on what takes long is the link's rate, below it is the fixed cost: that is
+ * posting, a notice and a check, much the same everywhere, and grows with no link. */
+static const uint64_t SHIP_RATE_BYTES = 128 << 10;
+static const double SHIP_BASE_MS_MOST = 1;
 
-/* What is left of the time after one term is the other's, whichever is the bigger one: big
- * shipments tell the rate, small ones the fixed cost, which does not grow on a slow link. */
 void pd_cost_observe_ship(pd_cost *cost, uint64_t bytes, double ms)
 {
     double base_ms = cost->ship_base_ms, rest_ms = (double)bytes * cost->ship_byte_ms;
@@ -157,8 +159,10 @@ void pd_cost_observe_ship(pd_cost *cost, uint64_t bytes, double ms)
 
     if (!isfinite(ms) || ms <= 0 || bytes == 0)
         return;
-    if (base_ms > rest_ms)
-        cost->ship_base_ms *= correction(base_ms, fmax(ms - rest_ms, base_ms / 8), part, 8);
-    else
+    if (bytes >= SHIP_RATE_BYTES) {
         cost->ship_byte_ms *= correction(rest_ms, fmax(ms - base_ms, rest_ms / 8), part, 8);
+        return;
+    }
+    base_ms *= correction(base_ms, fmax(ms - rest_ms, base_ms / 8), part, 8);
+    cost->ship_base_ms = fmin(base_ms, SHIP_BASE_MS_MOST);
 }

@@ -38,7 +38,7 @@ uint32_t pd_cost_overlap_tokens(const pd_cost *cost, uint32_t groups, uint64_t t
 
 /* A measured time; bad values (negative, not finite) are ignored. Each observation scales the
  * model's coefficients a little towards it (exponentially weighted ratio of measured to predicted);
- * of shipping's, the one that matters more for so many bytes. */
+ * of shipping's, the fixed cost by what is small and the rate by what is not. */
 void pd_cost_observe_prefill(pd_cost *cost, uint32_t new_tokens, uint32_t cached_tokens, double ms);
 void pd_cost_observe_decode(pd_cost *cost, uint32_t batch, uint64_t context_tokens, double ms);
 void pd_cost_observe_ship(pd_cost *cost, uint64_t bytes, double ms);

@@ -37,10 +37,10 @@ def harness(context):
 class Case:
     """A cluster with overlap or without."""
 
-    def __init__(self, fl, overlap, sets):
+    def __init__(self, fl, overlap, sets, place="hosts"):
         self.fl, self.overlap = fl, overlap
         self.field = fl.Field(
-            "hosts", prefill=1, decode=1, tapped=False, sets={"prefill": ["prefill.chunk_tokens=512", *sets], "decode": sets},
+            place, prefill=1, decode=1, tapped=False, sets={"prefill": ["prefill.chunk_tokens=512", *sets], "decode": sets},
             model={"context": 4096}, kv={"memory": "192MiB"}, transfer={"overlap": overlap},
             heartbeat={"interval": "200ms", "lost_after": "10s"}, router={"deadlines": {"prefill": "60s", "transfer": "60s"}})
 
@@ -130,6 +130,12 @@ def crossover(context, case, rng, link):
         yield context.result(f"overlap_shipments_of_{tokens}_tokens_{link}", ends[tokens][-1]["shipments"], "shipments")
 
 
+def share(context, link, post_ms, wire_ms):
+    """All posting, warming up included, as a share of the link's time."""
+    return {**context.result(f"overlap_posting_{link}", post_ms, "ms", "wire time", wire_ms), "ratio": round(post_ms / wire_ms, 4),
+            "goal": POST_GOAL, "met": post_ms <= POST_GOAL * wire_ms}
+
+
 def run(context, args):
     fl, hosts = harness(context)
     why = hosts.why_not()
@@ -143,10 +149,17 @@ def run(context, args):
             for tokens in (64, 512, 512):
                 case.ask(rng, tokens, 4)
         yield from crossover(context, on, rng, "unshaped")
+        seen = []
         for tokens in args.tokens or (512, 2048):
-            yield from report(context, tokens, rounds(on, off, tokens, args.rounds))
+            rows = rounds(on, off, tokens, args.rounds)
+            seen += rows
+            yield from report(context, tokens, rows)
         yield from crossover(context, on, rng, "shaped")
-        post_ms, wire_ms = on.posting()
-        share = post_ms / wire_ms
-        yield {**context.result("overlap_posting_share_of_wire_time", post_ms, "ms", "wire time", wire_ms), "ratio": round(share, 4),
-               "goal": POST_GOAL, "met": share <= POST_GOAL}
+        link_ms = 1e3 * sum(row["wire"] for row in seen)
+        # over tcp the kernel takes what it can at once: the link's time is what was shaped, and only the rounds' own shipments
+        yield share(context, "shaped", on.posting()[0], link_ms)
+    fast = Case(fl, True, args.set, "shm")
+    with fast.field:
+        for tokens in (512,) * 4:
+            fast.ask(rng, tokens, 4)
+        yield share(context, "shm", *fast.posting())
