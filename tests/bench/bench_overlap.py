@@ -15,7 +15,7 @@ SHORT = 8
 
 
 def options(parser):
-    parser.add_argument("--tokens", type=int, action="append", help="prompt tokens; may be repeated (default: 512, 2048)")
+    parser.add_argument("--tokens", type=int, action="append", help="prompt tokens; may be repeated (default: 512, 2048; short ones first, from which the router learns the link)")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of each length (default 7)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the deployment, for trying something")
 
