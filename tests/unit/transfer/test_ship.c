@@ -165,7 +165,8 @@ static void until_sent(pair *p, uint64_t count, const pd_block *targets)
         usleep(100);
     }
     assert_int_equal(p->sent, count);
-    assert_int_equal(p->notices - p->aborts, pd_ship_read_stats(p->shipper).parts);
+    /* notices of parts whose end was not seen yet may have come too */
+    assert_true(p->notices - p->aborts >= pd_ship_read_stats(p->shipper).parts);
 }
 
 static pd_shipment shipment_of(const pair *p, uint64_t ticket, const pd_block *sources,
