@@ -468,19 +468,6 @@ static void say_bound(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
         on_all_landed(core, s, now_ns);
 }
 
-/* A router that knew it only later may count on a sender that was given up and fenced off here,
- * and that lives. Nothing of it lands any more: it has to come anew. */
-static void say_fenced(pd_role_core *core, uint64_t router, const char *name, uint64_t incarnation)
-{
-    pd_message message = {.kind = PD_MSG_LINK, .link = {.peer_incarnation = incarnation}};
-
-    if (!decode_senders_is_ended(&core->senders, incarnation))
-        return;
-    snprintf(message.link.peer, sizeof message.link.peer, "%s", name);
-    snprintf(message.link.reason, sizeof message.link.reason, "it was given up and is fenced off");
-    core->sink.send(core->sink.ctx, router, &message);
-}
-
 static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns,
                        decode_sequence **sequence_out, decode_refusal *refusal_out)
 {
@@ -520,7 +507,8 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
         core->counters.refused++;
         say_no_lease(core, &asked->key, asked->id, status, &refusal);
         if (status == PD_E_PEER)
-            say_fenced(core, asked->key.router, asked->sender.name, asked->sender.incarnation);
+            decode_senders_say_fenced(&core->senders, &core->sink, asked->key.router,
+                                      asked->sender.name, asked->sender.incarnation);
         return;
     }
     if (s->ttl_ns == 0)
@@ -760,7 +748,8 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     case PD_MSG_AUDIT: on_audit(core, router, &message->audit); break;
     case PD_MSG_PEER_UP:
         decode_senders_welcome(&core->senders, &message->peer_up);
-        say_fenced(core, router, message->peer_up.name, message->peer_up.incarnation);
+        decode_senders_say_fenced(&core->senders, &core->sink, router, message->peer_up.name,
+                                  message->peer_up.incarnation);
         break;
     case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:

@@ -1,5 +1,7 @@
 #include "decode-worker/senders.h"
 
+#include <stdio.h>
+
 #include "common/base/log.h"
 
 bool decode_senders_is_dead(const decode_senders *senders, uint64_t incarnation)
@@ -45,4 +47,16 @@ void decode_senders_welcome(decode_senders *senders, const pd_msg_peer_up *peer)
         senders->dead[i].incarnation = 0;
         pd_log_info("msg=\"a peer that was given up is back\" peer=%s", peer->name);
     }
+}
+
+void decode_senders_say_fenced(const decode_senders *senders, const pd_role_sink *sink,
+                               uint64_t router, const char *name, uint64_t incarnation)
+{
+    pd_message message = {.kind = PD_MSG_LINK, .link = {.peer_incarnation = incarnation}};
+
+    if (!decode_senders_is_ended(senders, incarnation))
+        return;
+    snprintf(message.link.peer, sizeof message.link.peer, "%s", name);
+    snprintf(message.link.reason, sizeof message.link.reason, "it was given up and is fenced off");
+    sink->send(sink->ctx, router, &message);
 }

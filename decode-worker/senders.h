@@ -22,3 +22,7 @@ bool decode_senders_is_dead(const decode_senders *senders, uint64_t incarnation)
 void decode_senders_refuse(decode_senders *senders, uint64_t incarnation, bool ended);
 /* A router gave it up and another one, or the same anew, counts on it: it may write again. */
 void decode_senders_welcome(decode_senders *senders, const pd_msg_peer_up *peer);
+/* A router that knew it only later may count on a sender that was given up and fenced off here, and
+ * that lives. Nothing of it lands any more: the router hears that it has to come anew. */
+void decode_senders_say_fenced(const decode_senders *senders, const pd_role_sink *sink,
+                               uint64_t router, const char *name, uint64_t incarnation);
