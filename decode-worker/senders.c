@@ -1,8 +1,8 @@
 #include "decode-worker/senders.h"
 
-#include <stdio.h>
-
 #include "common/base/log.h"
+
+#include <stdio.h>
 
 bool decode_senders_is_dead(const decode_senders *senders, uint64_t incarnation)
 {

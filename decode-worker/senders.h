@@ -4,7 +4,7 @@
  * whose process has ended. Nothing is leased for them. The latest are remembered. Pure; one thread.
  */
 
-#include "common/wire/messages.h"
+#include "common/worker/role.h"
 
 enum { DECODE_SENDERS_DEAD_MAX = 64 };
 
