@@ -185,7 +185,7 @@ static bool ask_to_ship(router_requests *t, router_request *r, const pd_msg_leas
                         uint64_t now_ns)
 {
     uint64_t bytes = (uint64_t)reply->blocks_count * t->o.config->block_bytes;
-    uint64_t landing_ns = router_patience_landing_ns(t->o.config, &t->cost, bytes);
+    uint64_t landing_ns = router_patience_landing_ns(t->o.config, &t->cost, bytes, r->failures);
     pd_message message = {.kind = PD_MSG_SHIP_REQUEST};
     pd_msg_ship_request *m = &message.ship_request;
     m->key = reply->key;

@@ -5,6 +5,7 @@ static const double PREFILL_FLOOR_MS = 10000;
 static const double LANDING_FLOOR_MS = 5000;
 static const double USUAL_TIMES = 8;
 static const double LEAST_TIMES = 4;
+enum { DOUBLED_MAX = 5 };
 
 static uint64_t patience(uint64_t configured_ns, double floor_ms, double predicted_ms)
 {
@@ -25,9 +26,10 @@ uint64_t router_patience_prefill_ns(const router_core_config *config, double que
 }
 
 uint64_t router_patience_landing_ns(const router_core_config *config, const pd_cost *cost,
-                                    uint64_t bytes)
+                                    uint64_t bytes, uint32_t failures)
 {
-    return patience(config->transfer_ns, LANDING_FLOOR_MS, pd_cost_ship_ms(cost, bytes));
+    uint32_t doubled = failures < DOUBLED_MAX ? failures : DOUBLED_MAX;
+    return patience(config->transfer_ns, LANDING_FLOOR_MS, pd_cost_ship_ms(cost, bytes)) << doubled;
 }
 
 uint64_t router_patience_behind_ns(const router_core_config *config, uint64_t landing_ns)

@@ -16,9 +16,10 @@
 /* A prompt in a worker's queue (queue_ms before it), until its first token. */
 uint64_t router_patience_prefill_ns(const router_core_config *config, double queue_ms,
                                     double prefill_ms);
-/* So many bytes over a link. */
+/* So many bytes over a link, for a request of which failures attempts have failed: each doubles it
+ * (32 times at most), since a link that became slow teaches no rate by what never landed. */
 uint64_t router_patience_landing_ns(const router_core_config *config, const pd_cost *cost,
-                                    uint64_t bytes);
+                                    uint64_t bytes, uint32_t failures);
 /* The router's own patience with a decode worker that has one: it shall speak first. */
 uint64_t router_patience_behind_ns(const router_core_config *config, uint64_t landing_ns);
 /* For a message's field: at least 1. */

@@ -281,7 +281,7 @@ static bool start_decode(router_requests *t, router_request *r, uint64_t now_ns)
     uint32_t blocks = router_request_base_tokens(r) / config->block_tokens + 1;
     uint32_t held = r->terms.decode_held_blocks < blocks ? r->terms.decode_held_blocks : blocks;
     uint64_t landing_ns = router_patience_landing_ns(
-        config, &t->cost, (uint64_t)(blocks - held) * config->block_bytes);
+        config, &t->cost, (uint64_t)(blocks - held) * config->block_bytes, r->failures);
     if (!r->started) /* the token came before the word that its prompt runs */
         send_bind(t, r);
     if (!router_request_send_start(t, r, landing_ns, now_ns))
@@ -599,7 +599,8 @@ static void ship_again(router_requests *t, router_request *r, const pd_msg_refet
             now_ns + router_patience_behind_ns(
                          t->o.config, router_patience_landing_ns(t->o.config, &t->cost,
                                                                  (uint64_t)refetch->count *
-                                                                     t->o.config->block_bytes)));
+                                                                     t->o.config->block_bytes,
+                                                                 r->failures)));
 }
 
 void router_requests_on_refetch(router_requests *t, uint32_t slot, const pd_msg_refetch *refetch,

@@ -103,8 +103,12 @@ static void patience_follows_the_work(void **state)
     assert_int_equal(router_patience_prefill_ns(&config, 0, 20000), 120 * PD_NS_PER_S);
     cost.ship_base_ms = 0;
     cost.ship_byte_ms = 1e-6;
-    assert_int_equal(router_patience_landing_ns(&config, &cost, 1000000), 5008 * PD_NS_PER_MS);
-    assert_int_equal(router_patience_landing_ns(&config, &cost, 20000000000), 80 * PD_NS_PER_S);
+    assert_int_equal(router_patience_landing_ns(&config, &cost, 1000000, 0), 5008 * PD_NS_PER_MS);
+    assert_int_equal(router_patience_landing_ns(&config, &cost, 20000000000, 0), 80 * PD_NS_PER_S);
+    /* a link that has become slow is given twice as long by each attempt that it failed */
+    assert_int_equal(router_patience_landing_ns(&config, &cost, 1000000, 1), 10016 * PD_NS_PER_MS);
+    assert_int_equal(router_patience_landing_ns(&config, &cost, 1000000, 99),
+                     32 * 5008 * PD_NS_PER_MS);
     assert_true(router_patience_behind_ns(&config, PD_NS_PER_S) > PD_NS_PER_S);
     assert_int_equal(router_patience_ms(1), 1);
 }
