@@ -649,7 +649,7 @@ static void on_release(pd_role_core *core, const pd_msg_release *release, uint64
 static void on_audit(pd_role_core *core, uint64_t router, const pd_msg_audit *asked)
 {
     pd_audit_begin(&core->audit, router);
-    decode_moves_audit(core->sequences, &core->audit);
+    decode_moves_audit(core->sequences, &core->routers, &core->audit);
     pd_source_audit(&core->source, &core->audit);
     pd_audit_send(&core->audit, &core->options, &core->sink, asked->serial,
                   pd_blocks_ledger(&core->blocks));
@@ -727,6 +727,10 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     const pd_request_key *key = key_of(message);
     if (message->kind == PD_MSG_CANCEL && message->cancel.source != 0) {
         on_unwritten(core, &message->cancel, now_ns);
+        return;
+    }
+    if (message->kind == PD_MSG_SHIP_AGAIN && !pd_routers_live(&core->routers, key->router)) {
+        pd_source_asked(&core->source, key, &core->routers, now_ns); /* for one that is lost */
         return;
     }
     if (key != NULL && (key->router != router || key->number == 0)) {

@@ -47,10 +47,14 @@ static pd_audit_state state_of(const decode_sequence *s)
     return s->told ? PD_AUDIT_SUSPENDED : PD_AUDIT_RUNNING;
 }
 
-void decode_moves_audit(const decode_sequence *all, pd_audit *audit)
+void decode_moves_audit(const decode_sequence *all, const pd_routers *routers, pd_audit *audit)
 {
     for (const decode_sequence *s = all; s != NULL; s = s->next) {
-        pd_audit_add(audit, &s->key, state_of(s), s->lease->blocks_count + s->lease->promised);
+        uint32_t blocks = s->lease->blocks_count + s->lease->promised;
+        if (s->given_up && !pd_routers_live(routers, s->key.router))
+            pd_audit_add_left(audit, &s->key, blocks);
+        else
+            pd_audit_add(audit, &s->key, state_of(s), blocks);
         if (s->given_up)
             pd_audit_wait_for(audit, s->lease->prefill);
     }

@@ -14,4 +14,4 @@ void decode_moves_say_suspended(const pd_role_sink *sink, const decode_sequence 
 void decode_moves_request(pd_source *source, const pd_msg_ship_request *asked,
                           decode_sequence *sequence, uint64_t now_ns);
 /* Adds all sequences, and whom the quarantined ones wait for. */
-void decode_moves_audit(const decode_sequence *all, pd_audit *audit);
+void decode_moves_audit(const decode_sequence *all, const pd_routers *routers, pd_audit *audit);

@@ -170,7 +170,8 @@ static void end_unknown(router_audit *audit, uint32_t slot, const pd_audit_entry
 /* Blocks of an attempt that is over wait for a sender's last word, which was lost, or came before
  * the lease was bound. A prefill worker that is told to end what it does not know says by data
  * plane, behind all that it ever posted, that it writes nothing of it. A decode worker from which a
- * sequence was to move may have no link to this one: it answers by ShipDone, which is passed on. */
+ * sequence was to move may have no link to this one: it answers by ShipDone, which is passed on. So
+ * it is for a request of a router that is lost; its prefill workers have said so by themselves. */
 static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry *entry,
                         const pd_msg_audit_reply *reply)
 {
@@ -179,12 +180,13 @@ static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry
     /* A block that there is not, which ends a shipment. */
     pd_message again = {.kind = PD_MSG_SHIP_AGAIN,
                         .ship_again = {.key = entry->key, .group = UINT32_MAX, .count = 1}};
+    bool own = entry->key.router == audit->o.requests->o.router;
     audit->o.counters->audit_quarantined++;
     if (cluster->workers[slot].hello.role != PD_ROLE_DECODE) {
         router_pull_ask_again(audit->o.requests, slot, &entry->key);
         return;
     }
-    for (uint32_t i = 0; i < cluster->slots_used; i++) {
+    for (uint32_t i = 0; own && i < cluster->slots_used; i++) {
         if (cluster->workers[i].used && cluster->workers[i].hello.role == PD_ROLE_PREFILL)
             router_cluster_cancel(cluster, i, &cancel);
     }
@@ -218,7 +220,8 @@ static void take_entries(router_audit *audit, uint32_t slot, record *of,
         strangers *now = quarantined ? &waiting : &unknown;
         if ((uint32_t)entry->state < ROUTER_AUDIT_STATES)
             of->view.states[entry->state]++;
-        if (known(audit, slot, entry) || now->count == AUDIT_UNKNOWN_MAX)
+        bool own = entry->key.router == audit->o.requests->o.router;
+        if (known(audit, slot, entry) || now->count == AUDIT_UNKNOWN_MAX || (!own && !quarantined))
             continue;
         now->entries[now->count++] = *entry;
         if (quarantined && was_there(&of->waiting, &entry->key))

@@ -39,6 +39,13 @@ void pd_audit_add(pd_audit *audit, const pd_request_key *key, pd_audit_state sta
         (pd_audit_entry){.key = *key, .state = state, .blocks = blocks};
 }
 
+void pd_audit_add_left(pd_audit *audit, const pd_request_key *key, uint32_t blocks)
+{
+    if (audit->entries_count < audit->entries_max)
+        audit->entries[audit->entries_count++] =
+            (pd_audit_entry){.key = *key, .state = PD_AUDIT_QUARANTINED, .blocks = blocks};
+}
+
 void pd_audit_wait_for(pd_audit *audit, uint64_t incarnation)
 {
     for (uint32_t i = 0; i < audit->waits_count; i++) {

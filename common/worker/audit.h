@@ -27,6 +27,9 @@ void pd_audit_begin(pd_audit *audit, uint64_t router);
 /* Keys of other routers are left out. */
 void pd_audit_add(pd_audit *audit, const pd_request_key *key, pd_audit_state state,
                   uint32_t blocks);
+/* Quarantined for a router that is lost: any router may ask the sender for its last word. One too
+ * many is named in a later reply. */
+void pd_audit_add_left(pd_audit *audit, const pd_request_key *key, uint32_t blocks);
 /* Blocks are quarantined until the end of that incarnation, whoever they were leased for. */
 void pd_audit_wait_for(pd_audit *audit, uint64_t incarnation);
 /* The answer. One that is not whole is not sent (logged): what is left out would be taken for

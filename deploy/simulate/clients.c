@@ -33,6 +33,13 @@ static sim_request *find(sim_router *router, router_handle handle)
     return NULL;
 }
 
+uint32_t sim_clients_number(sim_router *router, router_handle handle)
+{
+    const sim_request *request = find(router, handle);
+
+    return request == NULL ? UINT32_MAX : number_of(router->world, request);
+}
+
 static sim_request *must_find(sim_router *router, router_handle handle)
 {
     sim_request *request = find(router, handle);
@@ -138,10 +145,33 @@ router_sink sim_clients_sink(sim_router *router)
         .ctx = router, .send = on_send, .token = on_token, .finish = on_finish, .error = on_error};
 }
 
+/* Of requests that are placed in one go, the more important come first. One that was placed before
+ * may have come back to the queue between the two, and at a tick several workers can be lost, one
+ * after the other. */
+static void see_placed(sim_router *router, const pd_msg_lease_request *asked)
+{
+    sim_world *world = router->world;
+    sim_request *request = find(router, asked->key.number);
+
+    if (request == NULL || asked->bind)
+        return;
+    bool waited = !request->placed && world->event_kind == SIM_TO_ROUTER;
+    request->placed = true;
+    if (waited && router->placed_at == world->events_done &&
+        request->priority > router->placed_priority)
+        sim_broken(world, "router %u: request %u of priority %d is placed after one of %d",
+                   router->index, number_of(world, request), request->priority,
+                   router->placed_priority);
+    router->placed_at = world->events_done;
+    router->placed_priority = request->priority;
+}
+
 void sim_clients_see(sim_router *router, const pd_message *message)
 {
     sim_world *world = router->world;
 
+    if (message->kind == PD_MSG_LEASE_REQUEST)
+        see_placed(router, &message->lease_request);
     if (message->kind != PD_MSG_PREFILL_REQUEST)
         return;
     const pd_request_key *key = &message->prefill_request.key;

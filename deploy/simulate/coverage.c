@@ -10,6 +10,7 @@ static const char *const fault_names[SIM_FAULTS] = {
     [SIM_FAULT_PARTITION] = "partition",
     [SIM_FAULT_ROUTER_CRASH] = "router-crash",
     [SIM_FAULT_ROUTER_FREEZE] = "router-freeze",
+    [SIM_FAULT_ROUTER_LEAVE] = "router-leave",
     [SIM_FAULT_HANG_UP] = "hang-up",
     [SIM_FAULT_SLOW] = "slow",
     [SIM_FAULT_CORRUPT] = "corrupt",

@@ -18,6 +18,7 @@ typedef enum sim_fault {
     SIM_FAULT_PARTITION,     /* a router and a worker do not reach each other for a while */
     SIM_FAULT_ROUTER_CRASH,  /* a router killed, started again at the same address */
     SIM_FAULT_ROUTER_FREEZE, /* a router stopped for a while */
+    SIM_FAULT_ROUTER_LEAVE,  /* a router ends as SIGTERM ends it, and starts again */
     SIM_FAULT_HANG_UP,       /* a client leaves */
     SIM_FAULT_SLOW,          /* a step takes 50 times as long */
     SIM_FAULT_CORRUPT,       /* blocks land wrong, or their word is wrong or lost */

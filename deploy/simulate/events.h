@@ -31,7 +31,8 @@ typedef enum sim_kind {
     SIM_LANDED, /* bytes: a parcel, puts and their notice at the receiver */
     SIM_START,  /* a worker has loaded its model */
     SIM_ROUTER_START,
-    SIM_FAULT_EVENT, /* a: sim_fault */
+    SIM_ROUTER_LEAVE, /* a: 0 the grace is over, 1 the process ends */
+    SIM_FAULT_EVENT,  /* a: sim_fault; b: 0, or 1 + the request, worker or router that it is for */
 } sim_kind;
 
 typedef struct sim_event {

@@ -6,12 +6,17 @@
 #include "deploy/simulate/router.h"
 #include "deploy/simulate/worker.h"
 
+#define AIM_NS (4 * PD_NS_PER_MS)
+#define AIMED  0.6
+#define TRIES  500 /* for a moment all may be dead already */
+
 /* Of the kinds that are allowed: how often each is drawn. */
 static const uint32_t weights[SIM_FAULTS_SINGLE] = {
     [SIM_FAULT_CRASH] = 6,         [SIM_FAULT_FREEZE] = 6,    [SIM_FAULT_POOL] = 1,
     [SIM_FAULT_CUT] = 4,           [SIM_FAULT_PARTITION] = 4, [SIM_FAULT_ROUTER_CRASH] = 2,
     [SIM_FAULT_ROUTER_FREEZE] = 3, [SIM_FAULT_HANG_UP] = 12,  [SIM_FAULT_SLOW] = 3,
-    [SIM_FAULT_CORRUPT] = 8,       [SIM_FAULT_SHORT] = 2,     [SIM_FAULT_POISON] = 1,
+    [SIM_FAULT_ROUTER_LEAVE] = 1,  [SIM_FAULT_CORRUPT] = 8,   [SIM_FAULT_SHORT] = 4,
+    [SIM_FAULT_POISON] = 1,
 };
 
 static bool draw(sim_world *world, sim_fault *fault_out)
@@ -168,14 +173,65 @@ static bool befall(sim_world *world, sim_fault fault)
         if (router != NULL)
             sim_router_freeze(router, pause_ns(world));
         return router != NULL;
+    case SIM_FAULT_ROUTER_LEAVE:
+        if (router != NULL)
+            sim_router_leave(router, sim_random(world, PD_NS_PER_S));
+        return router != NULL;
     default: return false;
     }
 }
 
-void sim_faults_on_event(sim_world *world, sim_fault fault)
+/* ---- where it hurts ---- */
+
+void sim_faults_aim(sim_router *router, const sim_worker *worker, const pd_msg_suspended *said)
 {
+    static const sim_fault kinds[] = {SIM_FAULT_HANG_UP, SIM_FAULT_CRASH, SIM_FAULT_ROUTER_LEAVE};
+    sim_world *world = router->world;
+    sim_fault fault = kinds[sim_random(world, sizeof(kinds) / sizeof(kinds[0]))];
+    uint64_t at_ns = world->now_ns + sim_random(world, AIM_NS);
+    uint32_t request = sim_clients_number(router, said->key.number);
+    uint32_t target = fault == SIM_FAULT_HANG_UP ? request
+                      : fault == SIM_FAULT_CRASH ? worker->index
+                                                 : router->index;
+
+    if (world->quiet || (world->plan.allowed >> fault & 1) == 0 || !sim_chance(world, AIMED) ||
+        target == UINT32_MAX)
+        return;
+    sim_schedule(world, at_ns,
+                 (sim_event){.kind = SIM_FAULT_EVENT, .a = fault, .b = (uint64_t)target + 1});
+    world->faults_left++;
+}
+
+static bool befall_aimed(sim_world *world, sim_fault fault, uint64_t target)
+{
+    if (fault == SIM_FAULT_HANG_UP) {
+        if (world->requests[target].ends != 0)
+            return false;
+        sim_clients_hang_up(world, (uint32_t)target);
+        return true;
+    }
+    if (fault == SIM_FAULT_CRASH) {
+        if (world->workers[target].core == NULL)
+            return false;
+        sim_worker_crash(&world->workers[target]);
+        return true;
+    }
+    if (world->routers[target].core == NULL)
+        return false;
+    sim_router_leave(&world->routers[target], 0);
+    return true;
+}
+
+void sim_faults_on_event(sim_world *world, const sim_event *event)
+{
+    sim_fault fault = (sim_fault)event->a;
+
     world->faults_left--;
-    for (uint32_t tries = 0; tries < 20; tries++) {
+    if (event->b != 0) {
+        world->coverage.faults[fault] += befall_aimed(world, fault, event->b - 1);
+        return;
+    }
+    for (uint32_t tries = 0; tries < TRIES; tries++) {
         if (befall(world, fault)) {
             world->coverage.faults[fault]++;
             return;

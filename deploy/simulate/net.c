@@ -5,6 +5,7 @@
 #include "common/base/mem.h"
 #include "common/wire/unpack.h"
 #include "deploy/simulate/clients.h"
+#include "deploy/simulate/faults.h"
 #include "deploy/simulate/worker.h"
 
 #include <string.h>
@@ -42,6 +43,8 @@ static void send(sim_router *router, const sim_worker *worker, const pd_message 
     uint64_t at_ns = world->now_ns + DELAY_LEAST_NS + sim_random(world, DELAY_NS);
     if (sim_chance(world, plan->late))
         at_ns += sim_random(world, LATE_NS);
+    if (message->kind == PD_MSG_STEP_TOKENS && plan->tokens_late_ns > 0)
+        at_ns += sim_random(world, plan->tokens_late_ns);
     bool cut = router->cut_until_ns[worker->index] > world->now_ns;
     if (status != PD_OK) {
         sim_broken(world, "a message of kind %s cannot be packed: %s",
@@ -131,6 +134,8 @@ void sim_net_deliver(sim_world *world, const sim_event *event)
         sim_clients_see_reply(router, &message);
         router_core_on_message(router->core, (event->a & 255) == PD_CHANNEL_CONTROL ? from : NULL,
                                &message, world->now_ns);
+        if (message.kind == PD_MSG_SUSPENDED)
+            sim_faults_aim(router, &world->workers[event->a >> 8], &message.suspended);
     }
     pd_message_hold_free(hold);
 }

@@ -1,5 +1,6 @@
 #include "deploy/simulate/plan.h"
 
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 
 #include <stdio.h>
@@ -40,6 +41,8 @@ void sim_plan_draw(uint64_t seed, uint32_t allowed, sim_plan *plan_out)
         .allowed = allowed,
         .faults = AMONG(&random, 12, 14, 18, 24),
         .two_hosts = AMONG(&random, 0, 1) != 0,
+        .tokens_late_ns = AMONG(&random, 0, 0, 40, 400) * PD_NS_PER_MS,
+        .total_ns = AMONG(&random, 60, 60, 60, 60, 3) * PD_NS_PER_S,
     };
     /* Two workers of a role can be all that is needed: one alone shows another side. */
     if (AMONG(&random, 0, 0, 1) != 0) {
@@ -66,11 +69,13 @@ void sim_plan_describe(const sim_plan *plan, char *text, size_t size)
     snprintf(text, size,
              "%u routers, %u:%u workers on %u hosts, %u blocks of %u in %u groups, chunks %u, "
              "batch %u, queue %u, %s, cache %s, seals %s, %u requests every %.0f ms, %.0f %% late, "
-             "lose %.1f double %.1f reorder %.1f %%, %u faults",
+             "lose %.1f double %.1f reorder %.1f %%, %u faults, tokens %.0f ms "
+             "behind, %.0f s for a request",
              plan->routers, plan->prefill, plan->decode, plan->two_hosts ? 2 : 1,
              plan->layout.blocks, plan->layout.block_tokens, plan->layout.groups,
              plan->chunk_tokens, plan->max_batch, plan->queue_max,
              pd_router_policy_name(plan->policy), plan->prefix_cache ? "on" : "off",
              plan->seals ? "on" : "off", plan->requests, plan->gap_ms, plan->late * 100,
-             plan->lose * 100, plan->duplicate * 100, plan->reorder * 100, plan->faults);
+             plan->lose * 100, plan->duplicate * 100, plan->reorder * 100, plan->faults,
+             (double)plan->tokens_late_ns / PD_NS_PER_MS, (double)plan->total_ns / PD_NS_PER_S);
 }

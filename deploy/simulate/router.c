@@ -3,7 +3,11 @@
 #include "common/base/clock.h"
 #include "deploy/simulate/clients.h"
 
+#include <inttypes.h>
 #include <stdio.h>
+
+#define LAST_WORDS_NS  (300 * PD_NS_PER_MS) /* from the end of its requests to that of a router */
+#define BUDGET_FILLS_S 60.0                 /* router/retry.h */
 
 bool sim_router_calm(const sim_plan *plan)
 {
@@ -32,7 +36,7 @@ void sim_router_start(sim_router *router)
         .prefill_ns = patience * 10 * PD_NS_PER_S,
         .transfer_ns = patience * 5 * PD_NS_PER_S,
         .decode_idle_ns = patience * 5 * PD_NS_PER_S,
-        .total_ns = patience * SIM_TOTAL_NS,
+        .total_ns = patience * plan->total_ns,
         .heartbeat_ns = 100 * PD_NS_PER_MS,
         .lost_after_ns = PD_NS_PER_S,
     };
@@ -41,7 +45,8 @@ void sim_router_start(sim_router *router)
     router->incarnation = pd_random_next(&world->random) | 1;
     router->tick_ns = UINT64_MAX;
     router->frozen_until_ns = 0;
-    router->starts++;
+    router->started_ns = world->now_ns;
+    router->leaving = false;
     for (uint32_t i = 0; i < world->workers_count; i++)
         world->workers[i].views[router->index].received_ns = 0;
     pd_status status =
@@ -55,10 +60,29 @@ void sim_router_start(sim_router *router)
     sim_router_arm(router);
 }
 
+/* All retries of a router share a budget: a bucket of requests_max that fills within a minute, and
+ * by a tenth for each request taken in. */
+static void check_budget(const sim_router *router)
+{
+    sim_world *world = router->world;
+    router_core_counters counters = router_core_counters_of(router->core);
+    double most = world->plan.requests + 4;
+    double lived_s = (double)(world->now_ns - router->started_ns) / PD_NS_PER_S;
+    double budget = most + most / BUDGET_FILLS_S * lived_s + 0.1 * (double)counters.accepted;
+
+    /* A lease that was refused for a dead peer is no attempt yet. */
+    uint64_t retried = counters.retried - counters.retries[ROUTER_RETRY_PEER];
+    if ((double)retried > budget)
+        sim_broken(world, "router %u: %" PRIu64 " retries in %.1f s, beyond a budget of %.0f",
+                   router->index, retried, lived_s, budget);
+}
+
 void sim_router_fini(sim_router *router)
 {
-    if (router->core != NULL)
+    if (router->core != NULL) {
+        check_budget(router);
         sim_coverage_add_router(&router->world->coverage, router->core);
+    }
     router_core_destroy(router->core);
     router->core = NULL;
 }
@@ -72,6 +96,39 @@ void sim_router_crash(sim_router *router)
     sim_router_fini(router);
     sim_schedule(world, world->now_ns + away_ns,
                  (sim_event){.kind = SIM_ROUTER_START, .subject = router->index});
+}
+
+static void schedule_leave(sim_router *router, uint64_t at_ns, uint64_t what)
+{
+    sim_schedule(router->world, at_ns,
+                 (sim_event){.kind = SIM_ROUTER_LEAVE,
+                             .subject = router->index,
+                             .incarnation = router->incarnation,
+                             .a = what});
+}
+
+void sim_router_leave(sim_router *router, uint64_t grace_ns)
+{
+    router_core_stop(router->core);
+    router->leaving = true;
+    schedule_leave(router, router->world->now_ns + grace_ns, 0);
+}
+
+void sim_router_on_leave(sim_router *router, const sim_event *event)
+{
+    uint64_t now_ns = router->world->now_ns;
+
+    if (router->core == NULL || router->incarnation != event->incarnation)
+        return;
+    if (router->frozen_until_ns > now_ns) {
+        schedule_leave(router, router->frozen_until_ns, event->a);
+    } else if (event->a == 0) {
+        router_core_end_all(router->core);
+        sim_router_arm(router);
+        schedule_leave(router, now_ns + LAST_WORDS_NS, 1);
+    } else {
+        sim_router_crash(router);
+    }
 }
 
 void sim_router_freeze(sim_router *router, uint64_t for_ns)
@@ -138,14 +195,21 @@ void sim_router_on_tick(sim_router *router)
 void sim_router_held(const sim_router *router, char *text, size_t size)
 {
     const sim_plan *plan = &router->world->plan;
+    bool cut = false;
 
     if (router->core == NULL) {
         snprintf(text, size, "router %u is dead", router->index);
         return;
     }
+    for (uint32_t i = 0; i < router->world->workers_count && !cut; i++)
+        cut = router->cut_until_ns[i] > router->world->now_ns;
     router_core_counters counters = router_core_counters_of(router->core);
     router_ready ready = router_core_ready(router->core);
-    if (router->frozen_until_ns > router->world->now_ns)
+    if (cut)
+        snprintf(text, size, "router %u does not reach a worker", router->index);
+    else if (router->leaving)
+        snprintf(text, size, "router %u is about to end", router->index);
+    else if (router->frozen_until_ns > router->world->now_ns)
         snprintf(text, size, "router %u is frozen", router->index);
     else if (counters.queued != 0 || counters.active != 0)
         snprintf(text, size, "router %u holds queued %u active %u", router->index, counters.queued,

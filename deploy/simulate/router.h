@@ -6,8 +6,6 @@
 #include "common/base/clock.h"
 #include "deploy/simulate/world.h"
 
-#define SIM_TOTAL_NS (60 * PD_NS_PER_S) /* a request's deadline */
-
 /* Nothing breaks in such a run: nothing may fail, and no deadline is near. */
 bool sim_router_calm(const sim_plan *plan);
 
@@ -15,6 +13,10 @@ bool sim_router_calm(const sim_plan *plan);
 void sim_router_start(sim_router *router);
 /* kill -9: its clients' connections are cut; it is started again. */
 void sim_router_crash(sim_router *router);
+/* SIGTERM: takes nothing more; when the grace is over what is left ends with an error, and soon
+ * after it the process ends. It is started again. */
+void sim_router_leave(sim_router *router, uint64_t grace_ns);
+void sim_router_on_leave(sim_router *router, const sim_event *event);
 void sim_router_freeze(sim_router *router, uint64_t for_ns);
 void sim_router_fini(sim_router *router);
 /* A worker was killed (certain), or its connection broke: routers see it in a moment. */

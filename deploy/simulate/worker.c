@@ -54,7 +54,7 @@ static double step_ms(sim_worker *worker, const pd_step *step)
     }
     ms += pd_cost_decode_step_ms(&world->cost, batch, context);
     ms *= 0.8 + 0.4 * (double)sim_random(world, 1000) / 1000;
-    if (worker->slow)
+    if (worker->slow && !world->quiet)
         ms *= 50;
     worker->slow = false;
     return ms;

@@ -154,7 +154,8 @@ static void happen_to_world(sim_world *world, const sim_event *event)
 {
     switch (event->kind) {
     case SIM_LANDED: sim_plane_on_landed(world, event); break;
-    case SIM_FAULT_EVENT: sim_faults_on_event(world, (sim_fault)event->a); break;
+    case SIM_FAULT_EVENT: sim_faults_on_event(world, event); break;
+    case SIM_ROUTER_LEAVE: sim_router_on_leave(&world->routers[event->subject], event); break;
     case SIM_START:
         if (world->workers[event->subject].core == NULL)
             sim_worker_start(&world->workers[event->subject]);
@@ -199,6 +200,7 @@ static void happen(sim_world *world, sim_event *event)
 {
     if (put_off(world, event))
         return;
+    world->event_kind = event->kind;
     uint64_t record[] = {event->at_ns,       event->kind, event->subject,
                          event->incarnation, event->a,    event->b};
     sim_journal(world, record, sizeof(record));
@@ -225,7 +227,7 @@ static void held(const sim_world *world, char *text, size_t size)
 /* No request waits longer than its deadline. */
 static void check_progress(sim_world *world, uint32_t asked)
 {
-    if (world->now_ns < world->asked_by_ns + SIM_TOTAL_NS + LATE_NS ||
+    if (world->now_ns < world->asked_by_ns + world->plan.total_ns + LATE_NS ||
         sim_router_calm(&world->plan))
         return;
     for (uint32_t i = 0; i < asked; i++)

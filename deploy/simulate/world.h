@@ -36,11 +36,13 @@ typedef struct sim_plan {
     bool prefix_cache, seals;
     double gap_ms;                   /* mean time between arrivals */
     double late;                     /* share of messages that are much later than others */
+    uint64_t tokens_late_ns;         /* their socket is behind the others, at most */
     double lose, duplicate, reorder; /* shares of messages on the control plane */
     pd_router_policy policy;
-    uint32_t allowed; /* bits of sim_fault */
-    uint32_t faults;  /* single faults drawn */
-    bool two_hosts;   /* a peer's death is not seen from the other host */
+    uint32_t allowed;  /* bits of sim_fault */
+    uint32_t faults;   /* single faults drawn */
+    uint64_t total_ns; /* a request's deadline */
+    bool two_hosts;    /* a peer's death is not seen from the other host */
 } sim_plan;
 
 typedef struct sim_world sim_world;
@@ -114,7 +116,10 @@ typedef struct sim_router {
     router_core *core; /* NULL: dead */
     uint64_t tick_ns;  /* due of the earliest tick under way */
     uint64_t frozen_until_ns;
-    uint64_t starts;
+    uint64_t started_ns;
+    bool leaving;
+    uint64_t placed_at; /* events_done when it placed a request last */
+    int32_t placed_priority;
     uint64_t cut_until_ns[SIM_WORKERS_MAX]; /* the network between it and a worker is broken */
     bool cut_drops[SIM_WORKERS_MAX];        /* what is said meanwhile is lost, not late */
 } sim_router;
@@ -127,6 +132,7 @@ typedef struct sim_request {
     uint32_t max_tokens;
     int32_t priority;
     bool ignore_end, poison;
+    bool placed; /* at least once */
     pd_sampling sampling;
     uint32_t answer[SIM_ANSWER_MAX], answer_count; /* the right one */
     uint32_t got;
@@ -151,6 +157,7 @@ struct sim_world {
     pd_cost cost;
     uint64_t journal; /* hash of all that happened */
     uint64_t events_done;
+    sim_kind event_kind;  /* what happens now */
     uint64_t asked_by_ns; /* the last arrival */
     uint32_t faults_left; /* scheduled, not happened yet */
     bool quiet;           /* no more faults: the run is to come to its end */

@@ -27,6 +27,8 @@ typedef enum plant {
     PLANT_UNWRITTEN,
     PLANT_BLOCKS_KEPT,
     PLANT_NO_DEADLINE,
+    PLANT_NO_SHARED_BUDGET,
+    PLANT_PRIORITY_REVERSED,
     PLANTS,
 } plant;
 
@@ -42,6 +44,8 @@ static const char *const names[PLANTS] = {
     [PLANT_UNWRITTEN] = "unwritten-believed",
     [PLANT_BLOCKS_KEPT] = "blocks-kept",
     [PLANT_NO_DEADLINE] = "no-deadline",
+    [PLANT_NO_SHARED_BUDGET] = "no-shared-budget",
+    [PLANT_PRIORITY_REVERSED] = "priority-reversed",
 };
 
 static plant planted;
@@ -102,7 +106,16 @@ WRAPPED(void, router_request_retry, router_requests *t, router_request *r,
 {
     if (planted == PLANT_NO_BUDGET)
         r->failures = r->failures_in_row = r->killed_count = 0;
+    if (planted == PLANT_NO_SHARED_BUDGET)
+        t->budget = t->o.config->requests_max;
     __real_router_request_retry(t, r, failure, now_ns);
+}
+
+WRAPPED(void, router_request_enqueue, router_requests *t, router_request *r)
+{
+    if (planted == PLANT_PRIORITY_REVERSED && r->epoch_last == r->key.epoch && r->failures == 0)
+        r->priority = -r->priority;
+    __real_router_request_enqueue(t, r);
 }
 
 /* What was given up goes back at once, though its sender may still write. */

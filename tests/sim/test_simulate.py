@@ -44,7 +44,7 @@ def test_standard_runs_keep_every_promise_and_show_every_state():
         assert took < 900 * max(1, 2 / JOBS), f"{RUNS} standard runs took {took:.0f} s"
 
 
-@pytest.mark.parametrize("faults", ["none", "hang-up,short", "crash", "freeze", "cut,corrupt", "router-crash,router-freeze", "partition", "lose,duplicate,reorder", "pool,poison"])
+@pytest.mark.parametrize("faults", ["none", "hang-up,short", "crash", "freeze", "cut,corrupt", "router-crash,router-freeze,router-leave", "partition", "lose,duplicate,reorder", "pool,poison"])
 def test_one_kind_of_fault_alone(faults):
     """Where nothing breaks (none; hang-up and short) nothing may fail and nothing is tried twice."""
     runs = max(RUNS // 50, 20)
@@ -83,6 +83,8 @@ PLANTS = [
     ("seal-unchecked", "all", 100),
     ("blocks-kept", "all", 20),
     ("no-deadline", "all", 20),
+    ("no-shared-budget", "all", 2500),
+    ("priority-reversed", "all", 400),
 ]
 
 
@@ -108,6 +110,7 @@ FOUND = [  # what each showed in the code of its day; seeds do not keep their me
     ("all", 1004420),  # fenced off, alive, and taken in again by a router that came later
     ("all", 2000259),
     ("all", 4005098), ("all", 50002648),  # a move of which its source never heard
+    ("all", 2018),  # and whose router was lost
 ]
 
 

@@ -134,28 +134,31 @@ static void a_quarantine_of_an_attempt_that_is_over_is_asked_about(void **state)
 }
 
 /* A sequence was to move, and the worker that has it never heard so: it has no link to the other.
- */
+ * The request is of this router, or of one that is lost. */
 static void a_decode_workers_last_word_is_asked_for_and_passed_on(void **state)
 {
     (void)state;
-    world *w = one_to_one(69);
-    fake *f = &w->fake;
-    fake_add(f, PD_ROLE_DECODE, 512);
-    wait_ms(w, 200);
-    f->workers[2].quarantined = (pd_request_key){0x77, 4711, 2};
-    f->workers[2].waits_for = f->workers[1].incarnation;
-    wait_ms(w, 4500);
-    assert_int_equal(f->sent[PD_MSG_SHIP_AGAIN], 1);
-    assert_int_equal(f->workers[2].unwritten, 0);
-    pd_message done = {
-        .kind = PD_MSG_SHIP_DONE,
-        .ship_done = {.key = f->workers[2].quarantined, .status = PD_E_NOT_FOUND, .again = 1}};
-    router_core_on_message(f->core, f->workers[1].identity, &done, f->now_ns);
-    wait_ms(w, 20);
-    assert_int_equal(f->workers[2].unwritten, 1);
-    assert_int_equal(f->workers[2].unwritten_by, f->workers[1].incarnation);
-    assert_int_equal(f->workers[1].unwritten, 0);
-    world_free(w);
+    for (uint64_t router = 0x77; router < 0x79; router++) {
+        world *w = one_to_one(69);
+        fake *f = &w->fake;
+        fake_add(f, PD_ROLE_DECODE, 512);
+        wait_ms(w, 200);
+        f->workers[2].quarantined = (pd_request_key){router, 4711, 2};
+        f->workers[2].waits_for = f->workers[1].incarnation;
+        wait_ms(w, 4500);
+        assert_int_equal(f->sent[PD_MSG_SHIP_AGAIN], 1);
+        assert_int_equal(f->workers[0].cancels, router == 0x77);
+        assert_int_equal(f->workers[2].cancels, 0);
+        pd_message done = {
+            .kind = PD_MSG_SHIP_DONE,
+            .ship_done = {.key = f->workers[2].quarantined, .status = PD_E_NOT_FOUND, .again = 1}};
+        router_core_on_message(f->core, f->workers[1].identity, &done, f->now_ns);
+        wait_ms(w, 20);
+        assert_int_equal(f->workers[2].unwritten, 1);
+        assert_int_equal(f->workers[2].unwritten_by, f->workers[1].incarnation);
+        assert_int_equal(f->workers[1].unwritten, 0);
+        world_free(w);
+    }
 }
 
 /* The request is gone, but the blocks that were fetched for it wait for this word. */

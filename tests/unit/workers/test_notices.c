@@ -316,6 +316,33 @@ static void a_lease_that_is_not_renewed_runs_out(void **state)
     done(w);
 }
 
+static void another_router_hears_of_what_was_left_by_one_that_is_lost(void **state)
+{
+    (void)state;
+    world *w = leased();
+    pd_message audit = {.kind = PD_MSG_AUDIT, .audit = {.serial = 7}};
+    pd_message message = {.kind = PD_MSG_CANCEL};
+
+    w->decode.ops->on_message(w->decode.core, WORLD_ROUTER + 1, &audit, w->now_ns);
+    assert_int_equal(w->last_audit.serial, 7);
+    assert_int_equal(w->last_audit.entries_count, 0);
+    w->router_silent = true;
+    for (int i = 0; i < 3; i++)
+        world_tick(w, 400);
+    assert_int_equal(ledger(w).quarantined, 3);
+    w->decode.ops->on_message(w->decode.core, WORLD_ROUTER + 2, &audit, w->now_ns);
+    assert_int_equal(w->last_audit.entries_count, 1);
+    assert_true(w->audit_entries[0].key.router == WORLD_ROUTER);
+    assert_int_equal(w->audit_entries[0].state, PD_AUDIT_QUARANTINED);
+    message.cancel = (pd_msg_cancel){
+        .key = the_key, .unwritten = true, .source = w->prefill.options.incarnation};
+    w->decode.ops->on_message(w->decode.core, WORLD_ROUTER + 2, &message, w->now_ns);
+    assert_int_equal(ledger(w).quarantined, 0);
+    while (world_turn(w)) {
+    }
+    done(w);
+}
+
 static void a_cancel_of_what_never_came_frees_what_was_leased_for_it(void **state)
 {
     (void)state;
@@ -514,6 +541,7 @@ int main(void)
         cmocka_unit_test(what_a_stopped_sender_may_write_into_stays_taken_until_it_is_dead),
         cmocka_unit_test(a_sender_that_is_announced_again_gets_leases_unless_its_process_has_ended),
         cmocka_unit_test(a_lease_that_is_not_renewed_runs_out),
+        cmocka_unit_test(another_router_hears_of_what_was_left_by_one_that_is_lost),
         cmocka_unit_test(a_cancel_of_what_never_came_frees_what_was_leased_for_it),
         cmocka_unit_test(what_nobody_was_asked_to_write_is_free_at_once),
         cmocka_unit_test(a_routers_word_on_a_sender_ends_what_waits_for_that_one),

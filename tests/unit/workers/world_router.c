@@ -283,7 +283,7 @@ void world_sink_send(void *ctx, uint64_t router, const pd_message *message)
     world_worker *worker = ctx;
     world *w = worker->world;
 
-    assert_true(router == WORLD_ROUTER);
+    assert_true(router == WORLD_ROUTER || message->kind == PD_MSG_AUDIT_REPLY);
     if (message->kind == PD_MSG_KV_EVENTS) {
         on_events(w, worker, &message->kv_events);
         return;
