@@ -29,6 +29,7 @@ typedef enum plant {
     PLANT_NO_DEADLINE,
     PLANT_NO_SHARED_BUDGET,
     PLANT_PRIORITY_REVERSED,
+    PLANT_NO_SUSPECTS,
     PLANTS,
 } plant;
 
@@ -46,6 +47,7 @@ static const char *const names[PLANTS] = {
     [PLANT_NO_DEADLINE] = "no-deadline",
     [PLANT_NO_SHARED_BUDGET] = "no-shared-budget",
     [PLANT_PRIORITY_REVERSED] = "priority-reversed",
+    [PLANT_NO_SUSPECTS] = "no-suspects",
 };
 
 static plant planted;
@@ -106,6 +108,8 @@ WRAPPED(void, router_request_retry, router_requests *t, router_request *r,
 {
     if (planted == PLANT_NO_BUDGET)
         r->failures = r->failures_in_row = r->killed_count = 0;
+    if (planted == PLANT_NO_SUSPECTS)
+        r->killed_count = 0;
     if (planted == PLANT_NO_SHARED_BUDGET)
         t->budget = t->o.config->requests_max;
     __real_router_request_retry(t, r, failure, now_ns);

@@ -83,8 +83,9 @@ PLANTS = [
     ("seal-unchecked", "all", 100),
     ("blocks-kept", "all", 20),
     ("no-deadline", "all", 20),
-    ("no-shared-budget", "all", 2500),
+    ("no-shared-budget", "all", 15000),
     ("priority-reversed", "all", 400),
+    ("no-suspects", "poison", 400),
 ]
 
 
