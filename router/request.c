@@ -325,6 +325,8 @@ static bool take_token(router_requests *t, router_request *r, uint32_t token, pd
     }
     r->next_index++;
     r->failures_in_row = 0;
+    if (r->next_index - r->base_index >= ROUTER_ABSOLVED_TOKENS)
+        r->killed_count = 0; /* it ran here and nobody died of it */
     t->o.counters->tokens++;
     if (index == 0)
         r->first_ns = now_ns;

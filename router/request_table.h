@@ -12,6 +12,7 @@
 
 enum {
     ROUTER_EARLY_MAX = 32,       /* tokens that may wait for one before them */
+    ROUTER_ABSOLVED_TOKENS = 8,  /* of an attempt: its request does not bring workers down */
     ROUTER_BLOCKED_MS_MIN = 5,   /* a worker that refused is left alone for this long at least, */
     ROUTER_BLOCKED_MS_MAX = 500, /* and this long at most, whatever it says */
     ROUTER_AGAIN_MAX = 32,       /* ranges of blocks asked for again of one shipment */

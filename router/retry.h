@@ -14,8 +14,10 @@
  * and must fail none), and fills by requests_max a minute and a tenth of a token for each request
  * taken in: what fails again and again adds 10 % to the load, not a storm. Empty: 503.
  *   ROUTER_DEATHS_MAX (2)    workers that died (silent, or came back as a new process) while they
- *                            computed it, as far as can be told. It may be what kills them, and
- * gets no third: 500. backoff                  none before the first retry, whose worker is gone;
+                            computed it, as far as can be told, and before it had made
+ * ROUTER_ABSOLVED_TOKENS there: it may be what kills them, and gets no third: 500. One that ran for
+ * longer was in bad company: its earlier deaths are forgotten. backoff                  none before
+ the first retry, whose worker is gone;
  * then 50 ms, 100,
  * ... up to 1 s, each times 0.5 to 1.5 at random, so that what failed together does not come back
  * together. the queue's deadline     anew for each retry: a pool without workers may come back.

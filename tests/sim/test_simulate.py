@@ -79,7 +79,7 @@ PLANTS = [
     ("stale-incarnation", "all", 200),
     ("no-budget", "all", 400),
     ("no-quarantine", "all", 1000),
-    ("unwritten-believed", "all", 2500),
+    ("unwritten-believed", "all", 8000),
     ("seal-unchecked", "all", 100),
     ("blocks-kept", "all", 20),
     ("no-deadline", "all", 20),
