@@ -917,7 +917,7 @@ static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
     }
     pd_land_retry(&core->lander);
     tend_standing(core, now_ns);
-    pd_source_tell_lost(&core->source, &core->routers, now_ns);
+    pd_source_tell_lost(&core->source, &core->routers, NULL, NULL, now_ns);
     pd_source_tick(&core->source, now_ns);
     run_step(core, now_ns);
     pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);

@@ -399,27 +399,16 @@ static void lose_router(pd_role_core *core, uint64_t router, uint64_t now_ns)
     }
 }
 
-/* A lost router's leases whose prefill never came here must not wait for us either; while some of
- * its requests are still under way here, their own aborts come first. Said a few times over: a
- * decode worker may take a lease request late, after the first word. */
-static void say_router_lost(pd_role_core *core, uint64_t now_ns)
+/* Some of that router's requests are still under way here: their own aborts come first. */
+static bool has_of(const void *ctx, uint64_t router)
 {
-    enum { TIMES = 10 };
+    const pd_role_core *core = ctx;
 
-    for (uint32_t i = 0; i < PD_ROUTERS_MAX; i++) {
-        pd_router_seen *router = &core->routers.entries[i];
-        bool under_way = pd_source_serves(&core->source, router->router);
-        if (router->router == 0 || !router->lost || router->said_count >= TIMES ||
-            (router->said_count > 0 && now_ns < router->said_ns + core->options.lost_after_ns))
-            continue;
-        for (prefill_request *r = core->head; r != NULL; r = r->next)
-            under_way = under_way || r->key.router == router->router;
-        if (under_way)
-            continue;
-        router->said_count++;
-        router->said_ns = now_ns;
-        pd_last_words_everywhere(&core->words, &(pd_request_key){.router = router->router});
+    for (const prefill_request *r = core->head; r != NULL; r = r->next) {
+        if (r->key.router == router)
+            return true;
     }
+    return false;
 }
 
 static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
@@ -445,7 +434,7 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
     prefill_pulls_ask(&core->pulls, &core->links, now_ns);
     pd_source_tick(&core->source, now_ns);
     prefill_ship_what_waited(core, now_ns);
-    say_router_lost(core, now_ns);
+    pd_source_tell_lost(&core->source, &core->routers, has_of, core, now_ns);
     prefill_run_step(core, now_ns);
     pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);
     pd_blocks_tick(&core->blocks);

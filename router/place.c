@@ -9,8 +9,7 @@
 
 enum { PUMP_TRIES = 32 }; /* queued requests tried in one turn */
 
-void router_place_send_prefill(router_requests *t, router_request *r, uint32_t held_blocks,
-                               uint64_t now_ns)
+void router_place_send_prefill(router_requests *t, router_request *r, uint64_t now_ns)
 {
     pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
     pd_msg_prefill_request *m = &message.prefill_request;
@@ -35,7 +34,6 @@ void router_place_send_prefill(router_requests *t, router_request *r, uint32_t h
         m->ship = true;
         memcpy(m->decode, decode->hello.name, sizeof m->decode);
         m->decode_incarnation = decode->hello.incarnation;
-        m->held_blocks = held_blocks;
     }
     if (!router_request_send(t, r->prefill, &message)) {
         char why[ROUTER_MESSAGE_BYTES];
@@ -140,7 +138,7 @@ static bool try_place(router_requests *t, router_request *r, uint64_t now_ns)
         router_request_dequeue(t, r);
         r->queued_ns += now_ns - r->placed_ns;
         router_request_step(t, r, ROUTER_EVENT_PLACED_ALONE);
-        router_place_send_prefill(t, r, 0, now_ns);
+        router_place_send_prefill(t, r, now_ns);
         return true;
     }
     if (!send_lease(t, r)) {

@@ -10,5 +10,4 @@
 
 /* PrefillRequest to r->prefill, for r in PREFILLING; held_blocks: what the decode worker guesses. r
  * may be gone, or back in the queue, afterwards. */
-void router_place_send_prefill(router_requests *t, router_request *r, uint32_t held_blocks,
-                               uint64_t now_ns);
+void router_place_send_prefill(router_requests *t, router_request *r, uint64_t now_ns);

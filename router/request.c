@@ -253,8 +253,7 @@ void router_requests_on_lease_reply(router_requests *t, uint32_t slot,
         lease_refused(t, r, slot, reply, now_ns);
     } else {
         router_request_step(t, r, ROUTER_EVENT_PROMISED);
-        router_place_send_prefill(
-            t, r, reply->held_blocks <= r->hashes_count ? reply->held_blocks : 0, now_ns);
+        router_place_send_prefill(t, r, now_ns);
     }
     router_requests_pump(t, now_ns);
 }

@@ -6,21 +6,26 @@
  * it goes back to the queue with the next epoch, from the tokens that its client has. What bounds
  * that:
  *
- *   FAILURES_IN_ROW_MAX (3)  failed attempts without a new token: 4 in all. One covers a worker
- * that died, two a second one that died with it, three bad luck. FAILURES_MAX (16)        in all: a
- * long answer outlives a rolling restart of a large pool, and a request that fails after each token
- * does not go on for ever. the budget               a bucket of tokens, one a retry, over all
- * requests. It holds requests_max (the loss of a whole pool costs each request in flight one retry,
- * and must fail none), and fills by requests_max a minute and a tenth of a token for each request
- * taken in: what fails again and again adds 10 % to the load, not a storm. Empty: 503.
- *   ROUTER_DEATHS_MAX (2)    workers that died (silent, or came back as a new process) while they
-                            computed it, as far as can be told, and before it had made
- * ROUTER_ABSOLVED_TOKENS there: it may be what kills them, and gets no third: 500. One that ran for
- * longer was in bad company: its earlier deaths are forgotten. backoff                  none before
- the first retry, whose worker is gone;
- * then 50 ms, 100,
- * ... up to 1 s, each times 0.5 to 1.5 at random, so that what failed together does not come back
- * together. the queue's deadline     anew for each retry: a pool without workers may come back.
+ * FAILURES_IN_ROW_MAX (3): failed attempts without a new token, 4 in all. One covers a worker that
+ * died, two a second one that died with it, three bad luck.
+ *
+ * FAILURES_MAX (16) in all: a long answer outlives a rolling restart of a large pool, and a request
+ * that fails after each token does not go on for ever.
+ *
+ * The budget: a bucket of tokens, one a retry, over all requests. It holds requests_max (the loss
+ * of a whole pool costs each request in flight one retry, and must fail none), and fills by
+ * requests_max a minute and a tenth of a token for each request taken in: what fails again and
+ * again adds 10 % to the load, not a storm. Empty: 503.
+ *
+ * ROUTER_DEATHS_MAX (2): workers that died (silent, or came back as a new process) while they
+ * computed it, as far as can be told, and before it had made ROUTER_ABSOLVED_TOKENS there. It may
+ * be what kills them, and gets no third: 500. One that ran for longer was in bad company: its
+ * earlier deaths are forgotten.
+ *
+ * Backoff: none before the first retry, whose worker is gone; then 50 ms, 100, ... up to 1 s, each
+ * times 0.5 to 1.5 at random, so that what failed together does not come back together.
+ *
+ * The queue's deadline: anew for each retry, since a pool without workers may come back.
  *
  * What a worker refuses as the client's error (too large, invalid) is never tried again. A worker
  * without room is not a failure: the request waits in the queue.

@@ -406,9 +406,6 @@ static pd_status pack_prefill_request(packing *pack, const pd_msg_prefill_reques
     out->ship = in->ship;
     out->decode = text(in->decode);
     out->decode_incarnation = in->decode_incarnation;
-    out->held_blocks = in->held_blocks;
-    out->blocks = (uint32_t *)(uintptr_t)in->blocks;
-    out->n_blocks = in->blocks_count;
     out->deadline_ms = in->deadline_ms;
     out->prompt_tokens = in->prompt_tokens;
     out->priority = in->priority;

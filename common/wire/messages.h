@@ -339,9 +339,6 @@ typedef struct pd_msg_prefill_request {
     bool ship; /* false: max_tokens is 1, nothing leaves */
     char decode[PD_NAME_BYTES];
     uint64_t decode_incarnation;
-    uint32_t held_blocks;   /* of the prompt, at the decode worker: not shipped */
-    const pd_block *blocks; /* where blocks held_blocks .. go, in the decode worker's pool */
-    uint32_t blocks_count;
     uint32_t deadline_ms; /* from receipt; 0: none */
     /* tokens[0 .. prompt_tokens - 1] is the prompt, the rest answer tokens 0 .. that the client has
      * already: the token sampled here is the next one. max_tokens is of the whole answer. */

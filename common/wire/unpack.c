@@ -447,9 +447,6 @@ static void take_prefill_request(unpacking *un, const Kvw__PrefillRequest *in,
     take_text(un, in->decode, out->decode, sizeof out->decode, !in->ship,
               "decode is empty or too long");
     out->decode_incarnation = in->decode_incarnation;
-    out->held_blocks = in->held_blocks;
-    out->blocks = in->blocks;
-    out->blocks_count = (uint32_t)in->n_blocks;
     out->deadline_ms = in->deadline_ms;
     out->prompt_tokens = in->prompt_tokens;
     out->priority = in->priority;

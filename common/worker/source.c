@@ -813,7 +813,9 @@ void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_rout
     }
 }
 
-void pd_source_tell_lost(pd_source *source, pd_routers *routers, uint64_t now_ns)
+void pd_source_tell_lost(pd_source *source, pd_routers *routers,
+                         bool (*busy)(const void *ctx, uint64_t router), const void *ctx,
+                         uint64_t now_ns)
 {
     enum { TIMES = 10 };
 
@@ -821,7 +823,7 @@ void pd_source_tell_lost(pd_source *source, pd_routers *routers, uint64_t now_ns
         pd_router_seen *router = &routers->entries[i];
         if (router->router == 0 || !router->lost || router->said_count >= TIMES ||
             (router->said_count > 0 && now_ns < router->said_ns + source->o.role->lost_after_ns) ||
-            pd_source_serves(source, router->router))
+            pd_source_serves(source, router->router) || (busy != NULL && busy(ctx, router->router)))
             continue;
         router->said_count++;
         router->said_ns = now_ns;

@@ -93,8 +93,11 @@ bool pd_source_idle(const pd_source *source);
 bool pd_source_serves(const pd_source *source, uint64_t router);
 /* To every receiver: nothing is written any more for a router that is lost. While something of it
  * is still under way, its own last word comes first. Said a few times over, since a receiver may
- * take a lease request late. For a role that sends nothing else. */
-void pd_source_tell_lost(pd_source *source, pd_routers *routers, uint64_t now_ns);
+ * take a lease request late. busy: a role that also sends on its own has something under way for
+ * that router; NULL for one that sends nothing else. */
+void pd_source_tell_lost(pd_source *source, pd_routers *routers,
+                         bool (*busy)(const void *ctx, uint64_t router), const void *ctx,
+                         uint64_t now_ns);
 
 /* A PD_TRANSFER_SENT. False: not one of its tickets. */
 bool pd_source_on_sent(pd_source *source, const pd_transfer_event *event, uint64_t now_ns);

@@ -210,11 +210,20 @@ static pd_status open_model(golden *g, const char *path, const kern_options *opt
     return kern_model_create(g->file, options, &g->model);
 }
 
+/* 0: not a number. */
+static uint32_t number(const char *text)
+{
+    char *end = NULL;
+    unsigned long value = strtoul(text, &end, 10);
+
+    return end == text || *end != '\0' || value > UINT32_MAX ? 0 : (uint32_t)value;
+}
+
 int main(int argc, char **argv)
 {
-    golden g = {.chunk = argc > 5 ? (uint32_t)atoi(argv[5]) : 128};
+    golden g = {.chunk = argc > 5 ? number(argv[5]) : 128};
     kern_options options = {.device = argc > 3 ? argv[3] : "cpu",
-                            .threads = argc > 4 ? (uint32_t)atoi(argv[4]) : 0,
+                            .threads = argc > 4 ? number(argv[4]) : 0,
                             .context_max = CONTEXT_MAX,
                             .rows_max = g.chunk,
                             .logits_rows_max = g.chunk};

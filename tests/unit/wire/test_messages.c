@@ -236,9 +236,6 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                       .ship = true,
                                                       .decode = "d",
                                                       .decode_incarnation = 6,
-                                                      .held_blocks = 1,
-                                                      .blocks = TOKENS,
-                                                      .blocks_count = 3,
                                                       .deadline_ms = 100,
                                                       .prompt_tokens = 3,
                                                       .priority = 7,
@@ -312,7 +309,7 @@ static void the_values_that_matter_arrive(void **state)
     assert_int_equal(p->hashes_count, 3);
     assert_true(p->hashes[2].lo == 0x0123456789abcdefull && p->hashes[2].hi == 42);
     assert_true(p->sampling.seed == UINT64_MAX && p->sampling.temperature == 0.7f);
-    assert_int_equal(p->blocks_count, 3);
+    assert_int_equal(p->pull_blocks, 2);
     assert_true(p->ship && p->decode_incarnation == 6);
     pd_message_hold_free(hold);
     pd_buf_fini(&buf);
