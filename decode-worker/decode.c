@@ -4,44 +4,15 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/kv/prefix_hash.h"
-#include "common/worker/blocks.h"
-#include "common/worker/token_batch.h"
-#include "decode-worker/admit.h"
 #include "decode-worker/answer.h"
+#include "decode-worker/core.h"
+#include "decode-worker/landing.h"
 #include "decode-worker/moves.h"
-#include "decode-worker/senders.h"
 
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
 enum { WAITS_MAX = 256 }; /* senders that quarantines wait for, in an audit */
-
-struct pd_role_core {
-    pd_role_options options;
-    pd_role_sink sink;
-    pd_blocks blocks;
-    pd_routers routers;
-    pd_cost cost;
-    pd_lease_table *leases;
-    decode_admit admit;
-    decode_batch batch;
-    pd_lander lander;
-    decode_sequence *sequences; /* list of all, quarantined ones included */
-    uint32_t live;              /* of them, not given up */
-    decode_senders senders;
-    decode_room room;
-    pd_links links; /* to whom blocks are shipped, on demand */
-    pd_last_words words;
-    pd_source source;
-    pd_audit audit;
-    pd_token_batch tokens;
-    pd_step step;
-    pd_step_slice *slices; /* [max_batch] */
-    bool stepping, draining;
-    uint64_t steps_done;
-    pd_role_counters counters;
-};
 
 /* ---- making and ending ---- */
 
@@ -150,7 +121,7 @@ static void decode_destroy(pd_role_core *core)
     pd_free(core);
 }
 
-static decode_sequence *find(const pd_role_core *core, const pd_request_key *key)
+decode_sequence *decode_find(const pd_role_core *core, const pd_request_key *key)
 {
     pd_lease *lease = pd_lease_find(core->leases, pd_ship_seal_request(key), key->epoch);
     decode_sequence *s = lease == NULL ? NULL : lease->user;
@@ -188,7 +159,7 @@ static void extend_hashes(pd_role_core *core, decode_sequence *s)
 }
 
 /* A quarantine ends when nobody writes and nobody reads. s may be gone afterwards. */
-static void settle(pd_role_core *core, decode_sequence *s)
+void decode_settle(pd_role_core *core, decode_sequence *s)
 {
     if (!s->given_up || !pd_landing_over(&s->landing))
         return;
@@ -220,11 +191,11 @@ static void release(pd_role_core *core, decode_sequence *s)
     }
     pd_log_req_debug(s->id, "msg=\"blocks quarantined until the sender's last word\" blocks=%u",
                      s->lease->blocks_count);
-    settle(core, s);
+    decode_settle(core, s);
 }
 
 /* No further steps; released now, or when the step under way is over. */
-static void give_up(pd_role_core *core, decode_sequence *s)
+void decode_give_up(pd_role_core *core, decode_sequence *s)
 {
     decode_batch_remove(&core->batch, s);
     decode_room_leave(&core->room, s);
@@ -234,7 +205,7 @@ static void give_up(pd_role_core *core, decode_sequence *s)
         release(core, s);
 }
 
-static void say_failed(pd_role_core *core, const pd_request_key *key, const char *id,
+void decode_say_failed(pd_role_core *core, const pd_request_key *key, const char *id,
                        pd_status status, const char *reason)
 {
     pd_message message = {.kind = PD_MSG_DECODE_FAILED};
@@ -247,32 +218,15 @@ static void say_failed(pd_role_core *core, const pd_request_key *key, const char
     core->sink.send(core->sink.ctx, key->router, &message);
 }
 
-static void fail(pd_role_core *core, decode_sequence *s, pd_status status, const char *reason)
+void decode_fail(pd_role_core *core, decode_sequence *s, pd_status status, const char *reason)
 {
-    say_failed(core, &s->key, s->id, status, reason);
-    give_up(core, s);
+    decode_say_failed(core, &s->key, s->id, status, reason);
+    decode_give_up(core, s);
 }
 
-static bool alive(const decode_sequence *s)
+bool decode_alive(const decode_sequence *s)
 {
     return !s->given_up && !s->ending;
-}
-
-/* The sender's last word: it writes no more. Who waits for what has not come hears of it; what has
- * come is checked to the end. s may be gone afterwards. */
-static void sender_done(pd_role_core *core, decode_sequence *s, const char *reason)
-{
-    bool lacks = !s->bound || !pd_landing_written(&s->landing);
-
-    s->landing.closed = true;
-    if (s->given_up) {
-        settle(core, s);
-    } else if (lacks) {
-        if (s->started)
-            say_failed(core, &s->key, s->id, PD_E_PEER, reason);
-        core->counters.cancelled += !s->started;
-        give_up(core, s);
-    }
 }
 
 /* ---- steps ---- */
@@ -287,7 +241,7 @@ static double step_ms(const pd_role_core *core)
 
 /* Nothing runs when nobody of the batch has a block for its next token: the next tick tries again,
  * and so does whatever gives blocks back. */
-static void run_step(pd_role_core *core, uint64_t now_ns)
+void decode_run_step(pd_role_core *core, uint64_t now_ns)
 {
     if (core->stepping || (core->batch.count == 0 && core->room.standing == 0))
         return;
@@ -304,7 +258,7 @@ static void run_step(pd_role_core *core, uint64_t now_ns)
     core->sink.run(core->sink.ctx, &core->step);
 }
 
-static void join(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
+void decode_join(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
 {
     pd_lease_run(core->leases, s->lease);
     s->ready_ns = now_ns;
@@ -337,7 +291,7 @@ static void take_slice(pd_role_core *core, const pd_step_slice *slice)
         s->answer_ended = finish == PD_FINISH_STOP;
         core->counters.finished++;
         pd_log_req_debug(s->id, "msg=\"decode ends\" tokens=%u finish=%d", index + 1, finish);
-        give_up(core, s);
+        decode_give_up(core, s);
     }
 }
 
@@ -351,7 +305,7 @@ static void take_failed_step(pd_role_core *core, const pd_step *step)
         if (s->ending)
             release(core, s);
         else if (step->slices_count == 1)
-            fail(core, s, step->status, "the forward step failed");
+            decode_fail(core, s, step->status, "the forward step failed");
         else
             s->solo = true;
     }
@@ -381,7 +335,7 @@ static void decode_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_
     }
     /* The plan is free again only now: the message tells of the step that is over. */
     pd_step over = *step;
-    run_step(core, now_ns);
+    decode_run_step(core, now_ns);
     pd_token_batch_send(&core->tokens, &core->options, &core->sink, &over, queue_ms(core));
     pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);
 }
@@ -395,23 +349,6 @@ static uint32_t retry_after_ms(const pd_role_core *core, uint32_t wait_steps)
     double ms = wait_steps == 0 ? unknown_ms : wait_steps * step_ms(core);
 
     return (uint32_t)(ms < least_ms ? least_ms : ms > most_ms ? most_ms : ms);
-}
-
-static void on_all_landed(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
-{
-    pd_message message = {.kind = PD_MSG_LANDED};
-
-    s->landed = true;
-    s->kv_tokens = s->prompt_tokens;
-    pd_lease_landed(core->leases, s->lease);
-    pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks, s->hashes_count);
-    message.landed.key = s->key;
-    message.landed.started = s->started;
-    core->sink.send(core->sink.ctx, s->key.router, &message);
-    if (s->started) {
-        join(core, s, now_ns);
-        run_step(core, now_ns);
-    }
 }
 
 /* The same question is answered alike however often it comes. */
@@ -465,7 +402,7 @@ static void say_bound(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
 {
     say_lease(core, s);
     if (pd_landing_landed(&s->landing)) /* all of it was held */
-        on_all_landed(core, s, now_ns);
+        decode_landing_all_here(core, s, now_ns);
 }
 
 static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns,
@@ -492,10 +429,10 @@ static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, ui
 
 static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *asked, uint64_t now_ns)
 {
-    decode_sequence *s = find(core, &asked->key);
+    decode_sequence *s = decode_find(core, &asked->key);
     decode_refusal refusal = {.reason = "it was given up"};
 
-    if (s != NULL && alive(s)) {
+    if (s != NULL && decode_alive(s)) {
         say_lease(core, s);
         return;
     }
@@ -534,10 +471,10 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
 
 static void on_bind(pd_role_core *core, const pd_msg_bind *asked, uint64_t now_ns)
 {
-    decode_sequence *s = find(core, &asked->key);
+    decode_sequence *s = decode_find(core, &asked->key);
     decode_refusal refusal = {.reason = "there is no lease for it"};
 
-    if (s == NULL || !alive(s)) {
+    if (s == NULL || !decode_alive(s)) {
         say_no_lease(core, &asked->key, "", PD_E_NOT_FOUND, &refusal);
         return;
     }
@@ -554,10 +491,10 @@ static void on_bind(pd_role_core *core, const pd_msg_bind *asked, uint64_t now_n
 
 static void on_decode_start(pd_role_core *core, const pd_msg_decode_start *asked, uint64_t now_ns)
 {
-    decode_sequence *s = find(core, &asked->key);
+    decode_sequence *s = decode_find(core, &asked->key);
 
     if (s == NULL || s->given_up) {
-        say_failed(core, &asked->key, asked->id, PD_E_NOT_FOUND, "there is no lease for it");
+        decode_say_failed(core, &asked->key, asked->id, PD_E_NOT_FOUND, "there is no lease for it");
         return;
     }
     if (s->started || s->ending) {
@@ -566,28 +503,24 @@ static void on_decode_start(pd_role_core *core, const pd_msg_decode_start *asked
     }
     const char *wrong = decode_answer_check(&core->options, s, asked);
     if (wrong != NULL) {
-        fail(core, s, PD_E_INVALID, wrong);
+        decode_fail(core, s, PD_E_INVALID, wrong);
         return;
     }
     if (decode_answer_begin(s, asked) != PD_OK) {
-        fail(core, s, PD_E_NOMEM, "no memory for the answer");
+        decode_fail(core, s, PD_E_NOMEM, "no memory for the answer");
         return;
     }
     s->started = true;
-    s->landing_ask_ns = s->landing_deadline_ns = UINT64_MAX;
-    if (asked->landing_ms > 0) {
-        s->landing_ask_ns = now_ns + asked->landing_ms * PD_NS_PER_MS / 2;
-        s->landing_deadline_ns = now_ns + asked->landing_ms * PD_NS_PER_MS;
-    }
+    pd_land_await(&s->landing, asked->landing_ms * PD_NS_PER_MS, now_ns);
     if (s->landed) {
-        join(core, s, now_ns);
-        run_step(core, now_ns);
+        decode_join(core, s, now_ns);
+        decode_run_step(core, now_ns);
     }
 }
 
 static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t now_ns)
 {
-    decode_sequence *s = find(core, &cancel->key);
+    decode_sequence *s = decode_find(core, &cancel->key);
 
     bool ships = pd_source_cancel(&core->source, &cancel->key, now_ns);
     if (s == NULL && !ships) {
@@ -597,25 +530,25 @@ static void on_cancel(pd_role_core *core, const pd_msg_cancel *cancel, uint64_t 
     }
     if (s == NULL)
         return;
-    if (alive(s)) {
+    if (decode_alive(s)) {
         core->counters.cancelled++;
         pd_log_req_debug(s->id, "msg=\"cancelled\" started=%d landed=%d", s->started, s->landed);
-        give_up(core, s);
-        s = find(core, &cancel->key);
+        decode_give_up(core, s);
+        s = decode_find(core, &cancel->key);
     }
     if (s != NULL && cancel->unwritten)
-        sender_done(core, s, "");
-    run_step(core, now_ns); /* room may have come back */
+        decode_landing_sender_done(core, s, "");
+    decode_run_step(core, now_ns); /* room may have come back */
 }
 
 /* A sender's last word, by way of a router: perhaps it never heard of the shipment. */
 static void on_unwritten(pd_role_core *core, const pd_msg_cancel *said, uint64_t now_ns)
 {
-    decode_sequence *s = find(core, &said->key);
+    decode_sequence *s = decode_find(core, &said->key);
 
     if (s != NULL && s->given_up && s->lease->prefill == said->source)
-        sender_done(core, s, "");
-    run_step(core, now_ns);
+        decode_landing_sender_done(core, s, "");
+    decode_run_step(core, now_ns);
 }
 
 static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked, uint64_t now_ns)
@@ -623,12 +556,12 @@ static void on_ship_request(pd_role_core *core, const pd_msg_ship_request *asked
     pd_request_key key = asked->key;
 
     key.epoch = asked->source_epoch;
-    decode_sequence *s = asked->source_epoch == 0 ? NULL : find(core, &key);
+    decode_sequence *s = asked->source_epoch == 0 ? NULL : decode_find(core, &key);
     /* What is pinned, and its whole prefix, can be evicted no more: promised room stays. */
     if (asked->source_epoch == 0 && asked->hashes_count > pd_lease_room(core->leases))
         pd_source_refuse(&core->source, asked, PD_E_OVERLOAD, "no room to hold the blocks");
     else
-        decode_moves_request(&core->source, asked, s != NULL && alive(s) ? s : NULL, now_ns);
+        decode_moves_request(&core->source, asked, s != NULL && decode_alive(s) ? s : NULL, now_ns);
 }
 
 static void on_release(pd_role_core *core, const pd_msg_release *release, uint64_t now_ns)
@@ -637,13 +570,13 @@ static void on_release(pd_role_core *core, const pd_msg_release *release, uint64
 
     if (!pd_source_release(&core->source, &key, &key.epoch) || key.epoch == 0)
         return;
-    decode_sequence *s = find(core, &key);
+    decode_sequence *s = decode_find(core, &key);
     if (s == NULL || !s->standing)
         return;
     core->counters.moved++;
     pd_log_req_debug(s->id, "msg=\"has moved\" kv_tokens=%u", s->kv_tokens);
-    give_up(core, s);
-    run_step(core, now_ns);
+    decode_give_up(core, s);
+    decode_run_step(core, now_ns);
 }
 
 static void on_audit(pd_role_core *core, uint64_t router, const pd_msg_audit *asked)
@@ -653,48 +586,6 @@ static void on_audit(pd_role_core *core, uint64_t router, const pd_msg_audit *as
     pd_source_audit(&core->source, &core->audit);
     pd_audit_send(&core->audit, &core->options, &core->sink, asked->serial,
                   pd_blocks_ledger(&core->blocks));
-}
-
-/* No write of that incarnation can land any more. What it wrote in full goes on. */
-static void sender_dead(pd_role_core *core, uint64_t incarnation)
-{
-    if (incarnation == 0)
-        return;
-    for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
-        next = s->next;
-        if (s->lease->prefill == incarnation && !s->landed)
-            sender_done(core, s, "its sender is gone");
-    }
-}
-
-/* Its process has ended: no router can bring it back. */
-static void decode_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
-{
-    (void)now_ns;
-    decode_senders_refuse(&core->senders, incarnation, true);
-    sender_dead(core, incarnation);
-}
-
-static void on_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
-{
-    pd_source_peer_gone(&core->source, peer->incarnation, now_ns);
-    decode_senders_refuse(&core->senders, peer->incarnation, false);
-    if (!peer->may_write) {
-        sender_dead(core, peer->incarnation);
-        return;
-    }
-    /* Given up, and yet a process: it stands still, or is on its way out. Nobody waits for it any
-     * more; its blocks stay taken until it is dead. */
-    for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
-        next = s->next;
-        if (s->lease->prefill != peer->incarnation || s->landed || !alive(s) ||
-            (s->bound && pd_landing_written(&s->landing)))
-            continue;
-        if (s->started)
-            say_failed(core, &s->key, s->id, PD_E_PEER, "the sender was given up");
-        core->counters.cancelled += !s->started;
-        give_up(core, s);
-    }
 }
 
 static void on_heartbeat(pd_role_core *core, uint64_t router, uint64_t now_ns)
@@ -755,7 +646,7 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
         decode_senders_say_fenced(&core->senders, &core->sink, router, message->peer_up.name,
                                   message->peer_up.incarnation);
         break;
-    case PD_MSG_PEER_GONE: on_peer_gone(core, &message->peer_gone, now_ns); break;
+    case PD_MSG_PEER_GONE: decode_landing_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:
         pd_last_words_router_is_back(&core->words, router);
         on_heartbeat(core, router, now_ns);
@@ -767,93 +658,6 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
         break;
     default: break;
     }
-}
-
-/* ---- the data plane ---- */
-
-static void take_landing(pd_role_core *core, decode_sequence *s, pd_land_result result,
-                         uint64_t now_ns)
-{
-    if (s->given_up)
-        settle(core, s);
-    else if (result == PD_LAND_DONE)
-        on_all_landed(core, s, now_ns);
-    else if (result == PD_LAND_BROKEN)
-        fail(core, s, PD_E_MISMATCH, "a block's seal does not match its bytes");
-}
-
-static void on_blocks(pd_role_core *core, const pd_notice *notice, uint64_t now_ns)
-{
-    decode_sequence *s = find(core, &notice->key);
-    pd_land_result result = PD_LAND_IGNORED;
-
-    if (s != NULL && s->bound)
-        result = pd_land_on_notice(&core->lander, &s->landing, notice);
-    if (result == PD_LAND_IGNORED)
-        core->counters.notices_ignored++;
-    else
-        take_landing(core, s, result, now_ns);
-}
-
-static decode_sequence *sequence_of(pd_landing *landing)
-{
-    return (decode_sequence *)((unsigned char *)landing - offsetof(decode_sequence, landing));
-}
-
-static void decode_on_checked(pd_role_core *core, const pd_checked *checked, uint64_t now_ns)
-{
-    pd_landing *landing;
-    pd_land_result result = pd_land_on_checked(&core->lander, checked, &landing);
-
-    if (landing != NULL)
-        take_landing(core, sequence_of(landing), result, now_ns);
-}
-
-static void on_abort(pd_role_core *core, const pd_notice *notice)
-{
-    bool any = false;
-
-    if (notice->receiver == core->options.incarnation) {
-        for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
-            next = s->next;
-            bool named = s->key.router == notice->key.router &&
-                         (notice->key.number == 0 || (s->key.number == notice->key.number &&
-                                                      s->key.epoch == notice->key.epoch));
-            if (named && !s->landed && s->lease->prefill == notice->sender) {
-                sender_done(core, s, "the sender gave up");
-                any = true;
-            }
-        }
-    }
-    core->counters.notices_ignored += !any;
-}
-
-static void decode_on_transfer(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns)
-{
-    uint64_t seals[PD_NOTICE_BLOCKS_MAX];
-    pd_notice notice;
-
-    if (event->kind == PD_TRANSFER_SENT) {
-        pd_source_on_sent(&core->source, event, now_ns);
-        run_step(core, now_ns); /* room may have come back */
-        return;
-    }
-    if (event->kind != PD_TRANSFER_NOTICE) {
-        pd_source_on_link(&core->source, event, now_ns);
-        return;
-    }
-    if (pd_notice_unpack(event->notice, event->notice_len, seals, &notice) != PD_OK) {
-        core->counters.notices_ignored++;
-        pd_log_warn("msg=\"bytes that are no notice came on the data plane\" bytes=%zu",
-                    event->notice_len);
-        return;
-    }
-    if (notice.kind == PD_NOTICE_ABORT)
-        on_abort(core, &notice);
-    else if (notice.kind == PD_NOTICE_ASK)
-        pd_source_asked(&core->source, &notice.key, &core->routers, now_ns);
-    else
-        on_blocks(core, &notice, now_ns);
 }
 
 /* ---- time ---- */
@@ -876,7 +680,7 @@ static void tend_standing(pd_role_core *core, uint64_t now_ns)
         decode_moves_say_suspended(&core->sink, s);
     }
     while ((s = decode_room_next_overdue(core->sequences, now_ns)) != NULL)
-        fail(core, s, PD_E_OVERLOAD, "no room for its KV blocks, and it was not moved");
+        decode_fail(core, s, PD_E_OVERLOAD, "no room for its KV blocks, and it was not moved");
 }
 
 static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
@@ -885,7 +689,7 @@ static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
 
     uint64_t pause_ns = pd_routers_take_time(&core->routers, now_ns);
     for (decode_sequence *s = core->sequences; pause_ns > 0 && s != NULL; s = s->next) {
-        if (alive(s)) /* what renews it waits to be read */
+        if (decode_alive(s)) /* what renews it waits to be read */
             pd_lease_renew(s->lease, s->lease->expiry_ns + pause_ns);
     }
     while ((router = pd_routers_next_lost(&core->routers, now_ns)) != 0) {
@@ -895,31 +699,29 @@ static void decode_on_tick(pd_role_core *core, uint64_t now_ns)
         pd_source_end_all(&core->source, router, "its router is lost", now_ns);
         for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
             next = s->next;
-            if (s->key.router == router && alive(s)) {
+            if (s->key.router == router && decode_alive(s)) {
                 core->counters.cancelled++;
-                give_up(core, s);
+                decode_give_up(core, s);
             }
         }
     }
     for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
         next = s->next;
-        if (!alive(s))
+        if (!decode_alive(s))
             continue;
         if (now_ns >= s->lease->expiry_ns) {
             core->counters.cancelled++;
             pd_log_req_warn(s->id, "msg=\"the lease has run out\"");
-            give_up(core, s);
-        } else if (s->started && !s->landed && now_ns >= s->landing_deadline_ns) {
-            fail(core, s, PD_E_TIMEOUT, "the prompt's blocks did not come in time");
-        } else if (s->started && s->bound && !s->landed && now_ns >= s->landing_ask_ns) {
-            pd_land_ask_missing(&core->lander, &s->landing);
+            decode_give_up(core, s);
+        } else {
+            decode_landing_tick(core, s, now_ns);
         }
     }
     pd_land_retry(&core->lander);
     tend_standing(core, now_ns);
     pd_source_tell_lost(&core->source, &core->routers, NULL, NULL, now_ns);
     pd_source_tick(&core->source, now_ns);
-    run_step(core, now_ns);
+    decode_run_step(core, now_ns);
     pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);
     pd_blocks_tick(&core->blocks);
 }
@@ -934,8 +736,8 @@ static void decode_cancel_all(pd_role_core *core, uint64_t now_ns)
     pd_source_end_all(&core->source, 0, "the worker is leaving", now_ns);
     for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
         next = s->next;
-        if (alive(s))
-            fail(core, s, PD_E_CANCELLED, "the worker is leaving");
+        if (decode_alive(s))
+            decode_fail(core, s, PD_E_CANCELLED, "the worker is leaving");
     }
 }
 
@@ -984,11 +786,11 @@ const pd_role_ops decode_role = {
     .create = decode_create,
     .destroy = decode_destroy,
     .on_message = decode_on_message,
-    .on_checked = decode_on_checked,
+    .on_checked = decode_landing_on_checked,
     .on_step_done = decode_on_step_done,
-    .on_transfer = decode_on_transfer,
+    .on_transfer = decode_landing_on_transfer,
     .on_tick = decode_on_tick,
-    .peer_dead = decode_peer_dead,
+    .peer_dead = decode_landing_peer_dead,
     .drain = decode_drain,
     .cancel_all = decode_cancel_all,
     .idle = decode_idle,

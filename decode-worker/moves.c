@@ -41,7 +41,7 @@ static pd_audit_state state_of(const decode_sequence *s)
     if (!s->bound)
         return PD_AUDIT_PROMISED;
     if (!s->landed)
-        return PD_AUDIT_LANDING;
+        return s->started ? PD_AUDIT_AWAITED : PD_AUDIT_LANDING;
     if (!s->started)
         return PD_AUDIT_LANDED;
     return s->told ? PD_AUDIT_SUSPENDED : PD_AUDIT_RUNNING;

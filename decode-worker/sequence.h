@@ -42,9 +42,7 @@ typedef struct decode_sequence {
     uint32_t end_tokens_count;
     uint32_t max_tokens;
     pd_sampling sampling;
-    uint32_t kv_tokens;      /* positions whose KV is computed or landed */
-    uint64_t landing_ask_ns; /* what is missing by then is asked for again */
-    uint64_t landing_deadline_ns;
+    uint32_t kv_tokens; /* positions whose KV is computed or landed */
     uint64_t ready_ns;
     bool in_batch, in_step;
     bool answer_ended; /* by itself, with an end token */

@@ -124,6 +124,8 @@ void prefill_settle(pd_role_core *core, prefill_request *r)
     }
     if (!r->computed || !prefill_ship_complete(r))
         return;
+    if (r->word_owed && r->posted > 0)
+        pd_last_words_written(&core->words, r->link_tag, &r->key, r->again);
     if (r->word_owed)
         prefill_say_done(core, r);
     r->word_owed = false;

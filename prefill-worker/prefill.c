@@ -344,13 +344,13 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
     prefill_run_step(core, now_ns); /* somebody new, or blocks have come back */
 }
 
-static void on_notice(pd_role_core *core, const pd_transfer_event *event)
+static void on_notice(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns)
 {
     uint64_t seals[PD_NOTICE_SEALS_MAX];
     pd_notice notice;
 
     if (pd_notice_unpack(event->notice, event->notice_len, seals, &notice) == PD_OK) {
-        prefill_pull_on_notice(&core->pulls, &notice);
+        prefill_pull_on_notice(&core->pulls, &notice, now_ns);
         return;
     }
     core->counters.notices_ignored++;
@@ -377,7 +377,7 @@ static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *eve
             prefill_peers_sent(core, event, now_ns);
         prefill_ship_what_waited(core, now_ns);
     } else if (event->kind == PD_TRANSFER_NOTICE) {
-        on_notice(core, event);
+        on_notice(core, event, now_ns);
     } else {
         prefill_peers_on_link(core, event, now_ns);
     }

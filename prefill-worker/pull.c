@@ -277,17 +277,20 @@ static void on_abort(prefill_pulls *pulls, const pd_notice *notice)
     pulls->counters->notices_ignored += !any;
 }
 
-void prefill_pull_on_notice(prefill_pulls *pulls, const pd_notice *notice)
+void prefill_pull_on_notice(prefill_pulls *pulls, const pd_notice *notice, uint64_t now_ns)
 {
-    if (notice->kind != PD_NOTICE_BLOCKS) {
-        if (notice->kind == PD_NOTICE_ABORT)
-            on_abort(pulls, notice);
-        return;
-    }
     prefill_pull *pull = find(pulls, &notice->key);
     pd_land_result result = PD_LAND_IGNORED;
-    if (pull != NULL)
-        result = pd_land_on_notice(&pulls->lander, &pull->landing, notice);
+
+    if (notice->kind == PD_NOTICE_ABORT) {
+        on_abort(pulls, notice);
+        return;
+    }
+    if (pull != NULL && notice->kind == PD_NOTICE_WRITTEN &&
+        pd_land_on_written(&pulls->lander, &pull->landing, notice, now_ns))
+        return; /* the tick acts upon it */
+    if (pull != NULL && notice->kind == PD_NOTICE_BLOCKS)
+        result = pd_land_on_notice(&pulls->lander, &pull->landing, notice, now_ns);
     if (result == PD_LAND_IGNORED)
         pulls->counters->notices_ignored++;
     else
@@ -356,6 +359,8 @@ void prefill_pulls_tick(prefill_pulls *pulls, uint64_t now_ns)
             continue;
         if (now_ns >= pull->deadline_ns)
             give_up(pulls, pull, "it took too long");
+        else if (pd_land_tick(&pulls->lander, &pull->landing, now_ns) == PD_LAND_BROKEN)
+            give_up(pulls, pull, "blocks that its source has written did not come");
         else if (now_ns >= pull->ask_ns)
             pd_land_ask_missing(&pulls->lander, &pull->landing);
     }

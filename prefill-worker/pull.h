@@ -50,7 +50,7 @@ void prefill_pull_ended(prefill_pulls *pulls, const pd_msg_pull_end *ended);
 /* A cancel that says that nobody writes. */
 void prefill_pull_unwritten(prefill_pulls *pulls, const pd_request_key *key, uint64_t source);
 /* A notice of a source. */
-void prefill_pull_on_notice(prefill_pulls *pulls, const pd_notice *notice);
+void prefill_pull_on_notice(prefill_pulls *pulls, const pd_notice *notice, uint64_t now_ns);
 void prefill_pull_on_checked(prefill_pulls *pulls, const pd_checked *checked);
 /* dead: no write of that incarnation can land any more; else it was given up and may go on. */
 void prefill_pull_source_gone(prefill_pulls *pulls, uint64_t incarnation, bool dead);

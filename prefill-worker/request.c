@@ -93,6 +93,7 @@ prefill_request *prefill_request_new(const pd_role_options *options,
     r->pull_from.transfer_address = NULL;
     r->pull_from.transfer_address_len = 0;
     r->pull_blocks = asked->pull_blocks;
+    r->hold_ns = asked->hold_ms * PD_NS_PER_MS;
     r->pull_ns = asked->pull_ms * PD_NS_PER_MS;
     r->word_owed = true;
     r->reason = "";

@@ -27,6 +27,7 @@ typedef struct prefill_request {
     uint64_t link_tag;
     uint64_t ticket;
     uint64_t deadline_ns;  /* UINT64_MAX: none. Of computing, then of shipping and holding */
+    uint64_t hold_ns;      /* for the latter, from its token on; 0: none */
     pd_msg_peer pull_from; /* no transfer address */
     uint32_t pull_blocks;  /* leading ones that it has; 0: nothing to pull (any more) */
     uint64_t pull_ns;

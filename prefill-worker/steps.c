@@ -163,18 +163,6 @@ void prefill_run_step(pd_role_core *core, uint64_t now_ns)
     core->sink.run(core->sink.ctx, &core->step);
 }
 
-/* What the router gave for computing it gives for shipping once more, with what the link is known
- * to need: a slow link is no reason to end what moves. */
-static void extend_deadline(const pd_role_core *core, prefill_request *r, uint64_t now_ns)
-{
-    enum { PATIENCE = 8 };
-    uint64_t bytes = r->blocks_count * core->options.layout.block_bytes_all;
-
-    if (r->ship && r->deadline_ns != UINT64_MAX)
-        r->deadline_ns = now_ns + (r->deadline_ns - r->arrived_ns) +
-                         (uint64_t)(PATIENCE * pd_cost_ship_ms(&core->cost, bytes) * 1e6);
-}
-
 static void answer_token(pd_role_core *core, prefill_request *r, uint32_t token, uint64_t now_ns)
 {
     pd_step_token answer = {.key = r->key, .index = r->answered, .token = token};
@@ -182,7 +170,8 @@ static void answer_token(pd_role_core *core, prefill_request *r, uint32_t token,
     answer.finish = pd_token_finish(token, r->answered, r->item.tokens, r->end_tokens,
                                     r->end_tokens_count, r->max_tokens, core->options.context_max);
     r->computed = true;
-    extend_deadline(core, r, now_ns);
+    r->deadline_ns =
+        r->hold_ns == 0 ? UINT64_MAX : now_ns + r->hold_ns; /* a slow link is no fault */
     r->answer_ended = answer.finish != PD_FINISH_NONE;
     pd_prefill_queue_remove(&core->queue, &r->item);
     pd_token_batch_add(&core->tokens, &answer);

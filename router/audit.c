@@ -3,6 +3,7 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "router/move.h"
+#include "router/patience.h"
 #include "router/pull.h"
 
 #include <inttypes.h>
@@ -18,7 +19,7 @@ enum {
 };
 
 /* Where an entry belongs in the router's view, as bits of router_request.audit_seen. */
-enum { SEEN_PREFILL = 1, SEEN_DECODE = 2, SEEN_MOVE = 4, SEEN_UNSTARTED = 8 };
+enum { SEEN_PREFILL = 1, SEEN_DECODE = 2, SEEN_MOVE = 4, SEEN_UNSTARTED = 8, SEEN_AWAITED = 16 };
 
 typedef struct strangers {
     pd_audit_entry entries[AUDIT_UNKNOWN_MAX];
@@ -140,8 +141,10 @@ static bool known(router_audit *audit, uint32_t slot, const pd_audit_entry *entr
     bool ended = copies || entry->state == PD_AUDIT_QUARANTINED;
     if (r->decode == slot && r->decode_open && !ended) {
         r->audit_seen |= SEEN_DECODE;
-        if (entry->state == PD_AUDIT_LANDED)
+        if (entry->state == PD_AUDIT_LANDED || entry->state == PD_AUDIT_LANDING)
             r->audit_seen |= SEEN_UNSTARTED;
+        if (entry->state == PD_AUDIT_AWAITED)
+            r->audit_seen |= SEEN_AWAITED;
         return true;
     }
     bool pulls = r->pull.slot == slot && (r->pull.open || r->pull.holds);
@@ -295,8 +298,12 @@ static void check(router_audit *audit, router_request *r, uint32_t slot, uint64_
                    (seen & SEEN_DECODE) != 0))
             miss(audit, r, slot, now_ns);
         else if (missed(&r->unstarted, unstarted, false) &&
-                 router_request_send_start(t, r, t->o.config->lease_ns, now_ns))
+                 router_request_send_start(t, r, r->landing_ns, now_ns))
             audit->o.counters->audit_unstarted++;
+        else if (r->state == ROUTER_REQUEST_LANDING && (seen & SEEN_AWAITED) != 0)
+            /* it is at it: when to give up its sender it knows best */
+            router_request_set_due(t, r,
+                                   now_ns + router_patience_behind_ns(t->o.config, r->landing_ns));
     }
 }
 

@@ -13,7 +13,7 @@ static const char *const STATES[ROUTER_AUDIT_STATES] = {
     [PD_AUDIT_HOLDING] = "holding",         [PD_AUDIT_PROMISED] = "promised",
     [PD_AUDIT_LANDING] = "landing",         [PD_AUDIT_LANDED] = "landed",
     [PD_AUDIT_RUNNING] = "running",         [PD_AUDIT_SUSPENDED] = "suspended",
-    [PD_AUDIT_QUARANTINED] = "quarantined",
+    [PD_AUDIT_QUARANTINED] = "quarantined", [PD_AUDIT_AWAITED] = "awaited",
 };
 
 typedef struct page {

@@ -205,7 +205,7 @@ router_core_counters router_core_counters_of(const router_core *core);
 const uint64_t *router_core_transitions(const router_core *core, uint32_t *count_out);
 
 /* What a worker said last that it holds for this router, beside what the router counts on. */
-#define ROUTER_AUDIT_STATES      10 /* by pd_audit_state */
+#define ROUTER_AUDIT_STATES      11 /* by pd_audit_state */
 #define ROUTER_AUDIT_MISSING_MAX 32
 typedef struct router_audit_view {
     const char *name;

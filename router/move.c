@@ -250,7 +250,8 @@ void router_move_on_landed(router_requests *t, router_request *r, uint32_t slot,
     router_request_charge_decode(t, r);
     router_request_step(t, r, ROUTER_EVENT_MOVED);
     router_request_set_due(t, r, now_ns + t->o.config->decode_idle_ns);
-    if (!router_request_send_start(t, r, t->o.config->lease_ns, now_ns)) {
+    r->landing_ns = t->o.config->lease_ns;
+    if (!router_request_send_start(t, r, r->landing_ns, now_ns)) {
         char why[ROUTER_MESSAGE_BYTES];
         snprintf(why, sizeof why, "decode worker %s does not take messages", name_of(t, slot));
         const router_failure failure = {.reason = ROUTER_RETRY_UNREACHABLE,

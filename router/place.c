@@ -28,6 +28,7 @@ void router_place_send_prefill(router_requests *t, router_request *r, uint64_t n
     uint64_t patience_ns = router_patience_prefill_ns(
         t->o.config, r->terms.prefill_queue_ms + router_pull_ms(r), r->terms.prefill_ms);
     m->deadline_ms = router_patience_ms(patience_ns);
+    m->hold_ms = router_patience_ms(r->total_due_ns > now_ns ? r->total_due_ns - now_ns : 0);
     router_pull_fill(t, r, m);
     if (r->decode != ROUTER_NO_WORKER) {
         const router_worker *decode = router_request_worker(t, r->decode);

@@ -285,6 +285,7 @@ static bool start_decode(router_requests *t, router_request *r, uint64_t now_ns)
         send_bind(t, r);
     if (!router_request_send_start(t, r, landing_ns, now_ns))
         return false;
+    r->landing_ns = landing_ns;
     router_request_step(t, r, ROUTER_EVENT_FIRST_TOKEN);
     router_request_set_due(t, r, now_ns + router_patience_behind_ns(config, landing_ns));
     if (r->landed) { /* its word came first */
@@ -323,7 +324,8 @@ static bool take_token(router_requests *t, router_request *r, uint32_t token, pd
         return false;
     }
     r->next_index++;
-    r->failures_in_row = 0;
+    if (index > r->base_index) /* its prompt has landed: more than every attempt comes to */
+        r->failures_in_row = 0;
     if (r->next_index - r->base_index >= ROUTER_ABSOLVED_TOKENS)
         r->killed_count = 0; /* it ran here and nobody died of it */
     t->o.counters->tokens++;
@@ -530,7 +532,8 @@ void router_requests_on_decode_failed(router_requests *t, uint32_t slot,
         router_requests_pump(t, now_ns);
         return;
     }
-    bool seal = r->again.count > 0 && !r->landed;
+    bool seal = failed->status == PD_E_MISMATCH && !r->landed;
+    bool late = failed->status == PD_E_TIMEOUT && !r->landed;
     snprintf(why, sizeof why, "decode worker %s failed: %s%s%.140s%s%s", name_of(t, slot),
              pd_status_name(failed->status), failed->reason[0] == '\0' ? "" : ": ", failed->reason,
              seal ? ", sent by " : "", seal ? name_of(t, r->prefill) : "");
@@ -539,7 +542,8 @@ void router_requests_on_decode_failed(router_requests *t, uint32_t slot,
         r->avoid_decode = slot;
         retry(t, r, ROUTER_RETRY_SEAL, PD_ROLE_PREFILL, r->prefill, "worker_failed", why, now_ns);
     } else {
-        retry(t, r, ROUTER_RETRY_FAILED, PD_ROLE_DECODE, slot, "worker_failed", why, now_ns);
+        retry(t, r, late ? ROUTER_RETRY_SILENT : ROUTER_RETRY_FAILED, PD_ROLE_DECODE, slot,
+              late ? "worker_timeout" : "worker_failed", why, now_ns);
     }
     router_requests_pump(t, now_ns);
 }
@@ -595,13 +599,8 @@ static void ship_again(router_requests *t, router_request *r, const pd_msg_refet
     router_again_sent(&r->again, refetch);
     r->prefill_open = true; /* until its next last word */
     if (r->state == ROUTER_REQUEST_LANDING)
-        router_request_set_due(
-            t, r,
-            now_ns + router_patience_behind_ns(
-                         t->o.config, router_patience_landing_ns(t->o.config, &t->cost,
-                                                                 (uint64_t)refetch->count *
-                                                                     t->o.config->block_bytes,
-                                                                 r->failures)));
+        router_request_set_due(t, r,
+                               now_ns + router_patience_behind_ns(t->o.config, r->landing_ns));
 }
 
 void router_requests_on_refetch(router_requests *t, uint32_t slot, const pd_msg_refetch *refetch,

@@ -90,6 +90,7 @@ typedef struct router_request {
     bool prefill_holds;       /* copies of what it ships, until it is told to let them go */
     bool started;             /* its first step runs, or has run */
     bool landed;              /* the decode worker has all of it */
+    uint64_t landing_ns;      /* patience with its sender's silence, as the decode worker has it */
     router_again again;       /* of this attempt */
     bool decode_open;         /* it has a lease or a sequence of ours */
     bool writer_lost;         /* nobody says that the prefill worker's writes have ended */

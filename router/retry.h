@@ -6,8 +6,8 @@
  * it goes back to the queue with the next epoch, from the tokens that its client has. What bounds
  * that:
  *
- * FAILURES_IN_ROW_MAX (3): failed attempts without a new token, 4 in all. One covers a worker that
- * died, two a second one that died with it, three bad luck.
+ * FAILURES_IN_ROW_MAX (3): failed attempts without a token of a decode worker, 4 in all. One covers
+ * a worker that died, two a second one that died with it, three bad luck.
  *
  * FAILURES_MAX (16) in all: a long answer outlives a rolling restart of a large pool, and a request
  * that fails after each token does not go on for ever.

@@ -412,6 +412,7 @@ static pd_status pack_prefill_request(packing *pack, const pd_msg_prefill_reques
     out->pull = pack_peer(pack, &in->pull);
     out->pull_blocks = in->pull_blocks;
     out->pull_ms = in->pull_ms;
+    out->hold_ms = in->hold_ms;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_PREFILL_REQUEST;
     pack->envelope.prefill_request = out;
     return pack_hashes(pack, in->hashes, in->hashes_count, &out->hashes);

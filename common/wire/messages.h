@@ -197,6 +197,7 @@ typedef enum pd_audit_state {
     PD_AUDIT_RUNNING = 7,
     PD_AUDIT_SUSPENDED = 8,
     PD_AUDIT_QUARANTINED = 9, /* waits for its sender's last word or death */
+    PD_AUDIT_AWAITED = 10,    /* landing, and its answer is started */
 } pd_audit_state;
 
 typedef struct pd_audit_entry {
@@ -346,6 +347,7 @@ typedef struct pd_msg_prefill_request {
     int32_t priority;
     pd_msg_peer pull; /* holds pull_blocks leading blocks of tokens; 0: nothing to pull */
     uint32_t pull_blocks, pull_ms;
+    uint32_t hold_ms; /* for shipping and holding copies, from its token on; 0: no deadline */
 } pd_msg_prefill_request;
 
 /* Binds what was promised; answered with a pd_msg_lease_reply that is bound. Idempotent. */
@@ -412,7 +414,8 @@ typedef struct pd_msg_decode_start {
     const uint32_t *end_tokens; /* empty with ignore_eos */
     uint32_t end_tokens_count;
     uint32_t max_tokens; /* of the whole answer */
-    uint32_t landing_ms; /* blocks not landed by then: failed */
+    uint32_t landing_ms; /* what has not landed when its sender was silent for so long (to whomever
+                            it sends) has failed; 0: no deadline */
 } pd_msg_decode_start;
 
 /* To whoever works on the request. Idempotent; an unknown key is no error. A prefill worker always

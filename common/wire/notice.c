@@ -79,9 +79,9 @@ pd_status pd_notice_unpack(const unsigned char *bytes, size_t len, uint64_t *sea
     if (notice.count <= PD_NOTICE_SEALS_MAX && notice.groups <= PD_NOTICE_SEALS_MAX &&
         notice.slices <= PD_NOTICE_SEALS_MAX)
         count = (uint64_t)notice.count * notice.groups * notice.slices;
-    if ((kind != PD_NOTICE_BLOCKS && kind != PD_NOTICE_ABORT && kind != PD_NOTICE_ASK) ||
-        sealed > 1 || (blocks && (count == 0 || count > PD_NOTICE_SEALS_MAX)) ||
-        (!blocks && sealed != 0) || len != HEAD_BYTES + (sealed != 0 ? 8 * (size_t)count : 0))
+    if (kind < PD_NOTICE_BLOCKS || kind > PD_NOTICE_WRITTEN || sealed > 1 ||
+        (blocks && (count == 0 || count > PD_NOTICE_SEALS_MAX)) || (!blocks && sealed != 0) ||
+        len != HEAD_BYTES + (sealed != 0 ? 8 * (size_t)count : 0))
         return PD_E_INVALID;
     notice.kind = (pd_notice_kind)kind;
     for (uint32_t i = 0; sealed != 0 && i < count; i++)

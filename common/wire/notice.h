@@ -15,6 +15,9 @@ typedef enum pd_notice_kind {
     PD_NOTICE_ASK =
         3, /* the other way round: is this key still written here? Whoever ships ends it,
               and answers by PD_NOTICE_ABORT or, to every router, PD_MSG_SHIP_DONE */
+    PD_NOTICE_WRITTEN = 4, /* all that leaves for this key is written, with what was asked for by
+                              the first again PD_MSG_SHIP_AGAIN: what has not come is lost. It goes
+                              behind the blocks' own notices. No last word: more may be asked for */
 } pd_notice_kind;
 
 typedef struct pd_notice {
@@ -27,9 +30,10 @@ typedef struct pd_notice {
     uint32_t count;
     uint32_t valid_tokens; /* of the last block of the run: fewer than a block's when partial */
     uint32_t slices;       /* seals of a block of a group: one for each slice of its KV heads */
-    uint32_t again; /* 0: its blocks are written for the first time; else again, and all of them
-                       because PD_MSG_SHIP_AGAIN named them: so many of the key have come. Each
-                       block is written again once at most, so this is its last writing */
+    uint32_t
+        again; /* PD_NOTICE_BLOCKS: 0: its blocks are written for the first time; else again, and
+                  all of them because PD_MSG_SHIP_AGAIN named them: so many of the key have come.
+                  Each block is written again once at most, so this is its last writing */
     const uint64_t *seals; /* [groups][count][slices] common/kv/seal; NULL: not sealed */
 } pd_notice;
 

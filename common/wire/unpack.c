@@ -288,8 +288,7 @@ static void take_audit_reply(unpacking *un, const Kvw__AuditReply *in, pd_msg_au
     }
     for (size_t i = 0; i < in->n_entries; i++) {
         take_key(un, in->entries[i]->key, &entries[i].key);
-        if (in->entries[i]->state < PD_AUDIT_WAITING ||
-            in->entries[i]->state > PD_AUDIT_QUARANTINED)
+        if (in->entries[i]->state < PD_AUDIT_WAITING || in->entries[i]->state > PD_AUDIT_AWAITED)
             refuse(un, "audit state is unknown");
         entries[i].state = (pd_audit_state)in->entries[i]->state;
         entries[i].blocks = in->entries[i]->blocks;
@@ -453,6 +452,7 @@ static void take_prefill_request(unpacking *un, const Kvw__PrefillRequest *in,
     take_peer(un, in->pull, &out->pull);
     out->pull_blocks = in->pull_blocks;
     out->pull_ms = in->pull_ms;
+    out->hold_ms = in->hold_ms;
     if (in->prompt_tokens > in->n_tokens)
         refuse(un, "the prompt is longer than its tokens");
     if (in->n_tokens == 0 || in->max_tokens == 0)

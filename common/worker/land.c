@@ -1,10 +1,14 @@
 #include "common/worker/land.h"
 
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 
 #include <stdio.h>
 #include <string.h>
+
+/* From PD_NOTICE_WRITTEN on: what was written before it has come by then. */
+#define WRITTEN_GRACE_NS (50 * PD_NS_PER_MS)
 
 struct pd_land_check {
     pd_land_check *next;
@@ -235,7 +239,31 @@ static void mark(pd_landing *landing, uint64_t *bits, uint32_t *count, const pd_
     }
 }
 
-pd_land_result pd_land_on_notice(pd_lander *lander, pd_landing *landing, const pd_notice *notice)
+void pd_land_heard(pd_lander *lander, uint64_t sender, uint64_t now_ns)
+{
+    uint32_t at = 0;
+
+    while (at < PD_LAND_SENDERS_MAX && lander->heard[at].sender != sender)
+        at++;
+    if (at == PD_LAND_SENDERS_MAX) {
+        at = lander->heard_next;
+        lander->heard_next = (at + 1) % PD_LAND_SENDERS_MAX;
+    }
+    lander->heard[at].sender = sender;
+    lander->heard[at].ns = now_ns;
+}
+
+static uint64_t heard_ns(const pd_lander *lander, uint64_t sender)
+{
+    for (uint32_t i = 0; i < PD_LAND_SENDERS_MAX; i++) {
+        if (lander->heard[i].sender == sender)
+            return lander->heard[i].ns;
+    }
+    return 0;
+}
+
+pd_land_result pd_land_on_notice(pd_lander *lander, pd_landing *landing, const pd_notice *notice,
+                                 uint64_t now_ns)
 {
     pd_check range = {
         .group_first = notice->group,
@@ -256,6 +284,7 @@ pd_land_result pd_land_on_notice(pd_lander *lander, pd_landing *landing, const p
         return PD_LAND_IGNORED;
     }
     mark(landing, landing->came, &landing->came_count, &range);
+    landing->heard_ns = now_ns;
     if (check)
         post(lander);
     else if (!landing->given_up)
@@ -263,7 +292,7 @@ pd_land_result pd_land_on_notice(pd_lander *lander, pd_landing *landing, const p
     return pd_landing_landed(landing) ? PD_LAND_DONE : PD_LAND_PART;
 }
 
-/* ---- what is wrong or missing ---- */
+/* ---- what is missing ---- */
 
 static void say_refetch(const pd_lander *lander, pd_landing *landing, uint32_t group,
                         uint32_t first, uint32_t count, const char *what)
@@ -280,6 +309,7 @@ static void say_refetch(const pd_lander *lander, pd_landing *landing, uint32_t g
              group, landing->sender_name, lander->options->name);
     for (uint32_t i = 0; i < count; i++)
         set(landing->again, bit_of(landing, group, first + i));
+    landing->asked_count++;
     pd_log_req_warn(landing->id, "msg=\"fetched again: %s\" sender=%016llx receiver=%016llx",
                     refetch->reason, (unsigned long long)landing->sender,
                     (unsigned long long)lander->options->incarnation);
@@ -306,21 +336,102 @@ static uint32_t missing_runs(const pd_lander *lander, pd_landing *landing, bool 
     return runs;
 }
 
-void pd_land_ask_missing(pd_lander *lander, pd_landing *landing)
+bool pd_land_ask_missing(pd_lander *lander, pd_landing *landing)
 {
     if (landing->asked_missing || pd_landing_written(landing))
-        return;
+        return true;
     landing->asked_missing = true;
     uint32_t runs = missing_runs(lander, landing, false);
-    /* What is asked for comes by its second writing alone. More than can be asked for is no lost
-     * word but a slow link: it may come yet, by its first. */
-    if (runs + landing->asked_bad <= PD_REFETCHES_MAX)
+    if (runs + landing->asked_bad <= PD_REFETCHES_MAX) {
         missing_runs(lander, landing, true);
-    else
-        pd_log_req_warn(landing->id,
-                        "msg=\"too much is missing to be asked for\" runs=%u sender=%s", runs,
-                        landing->sender_name);
+        return true;
+    }
+    /* What is asked for comes by its second writing alone; the rest may come yet, by its first. */
+    pd_log_req_warn(landing->id, "msg=\"too much is missing to be asked for\" runs=%u sender=%s",
+                    runs, landing->sender_name);
+    return false;
 }
+
+/* ---- time ---- */
+
+void pd_land_await(pd_landing *landing, uint64_t patience_ns, uint64_t now_ns)
+{
+    landing->patience_ns = patience_ns;
+    landing->awaited_ns = now_ns;
+}
+
+bool pd_land_on_written(const pd_lander *lander, pd_landing *landing, const pd_notice *notice,
+                        uint64_t now_ns)
+{
+    if (notice->sender != landing->sender || notice->receiver != lander->options->incarnation)
+        return false;
+    landing->written_ns = now_ns == 0 ? 1 : now_ns;
+    if (notice->again > landing->written_again)
+        landing->written_again = notice->again;
+    return true;
+}
+
+/* Something that was asked for again has not come. */
+static bool lacks_again(const pd_landing *landing)
+{
+    uint64_t bits = (uint64_t)landing->groups * landing->count;
+
+    for (uint64_t i = 0; i < (bits + 63) / 64; i++) {
+        if ((landing->again[i] & ~landing->came[i]) != 0)
+            return true;
+    }
+    return false;
+}
+
+static pd_land_result take_written(pd_lander *lander, pd_landing *landing)
+{
+    landing->written_ns = 0;
+    if (landing->written_again < landing->asked_count)
+        return PD_LAND_PART; /* said before it heard what else is to be written */
+    if (!lacks_again(landing) && pd_land_ask_missing(lander, landing))
+        return PD_LAND_PART;
+    pd_log_req_warn(landing->id,
+                    "msg=\"blocks that were written did not come\" sender=%s "
+                    "receiver=%s asked_again=%u",
+                    landing->sender_name, lander->options->name, landing->asked_count);
+    return PD_LAND_BROKEN;
+}
+
+static uint64_t later(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
+uint64_t pd_landing_silence_ns(const pd_landing *landing, uint64_t now_ns)
+{
+    return now_ns - later(landing->awaited_ns, landing->heard_ns);
+}
+
+pd_land_result pd_land_tick(pd_lander *lander, pd_landing *landing, uint64_t now_ns)
+{
+    bool begun = landing->to_land > 0;
+
+    if (landing->given_up || landing->closed || (begun && pd_landing_written(landing)))
+        return PD_LAND_PART;
+    if (begun && landing->written_ns != 0 && now_ns >= landing->written_ns + WRITTEN_GRACE_NS) {
+        pd_land_result result = take_written(lander, landing);
+        if (result != PD_LAND_PART)
+            return result;
+    }
+    if (landing->patience_ns == 0)
+        return PD_LAND_PART;
+    /* What comes from the sender says nothing of blocks that it has not been told of. */
+    uint64_t sender_ns = begun ? heard_ns(lander, landing->sender) : 0;
+    uint64_t silent_ns = now_ns - later(landing->awaited_ns, sender_ns);
+    if (silent_ns >= landing->patience_ns ||
+        pd_landing_silence_ns(landing, now_ns) >= PD_LAND_TURNS * landing->patience_ns)
+        return PD_LAND_LATE;
+    if (begun && silent_ns >= landing->patience_ns / 2)
+        pd_land_ask_missing(lander, landing);
+    return PD_LAND_PART;
+}
+
+/* ---- what is wrong ---- */
 
 /* The verifier stops at the first bad block: what comes behind it in the range is checked anew. */
 static pd_status check_rest(pd_lander *lander, pd_landing *landing, const pd_check *range,

@@ -6,10 +6,16 @@
  * is believed when its request, epoch, sender and receiver are the landing's, its groups and blocks
  * are among those to be written, and its valid tokens are what the last block holds. What does not
  * fit changes nothing. Then the bytes are compared with their seals (pd_role_sink.verify, on
- * another thread). A block that does not match, or that has not come when the owner says that it
- * should have, is asked for once more: PD_MSG_REFETCH to the request's router. A block asked for
- * again has come only with a notice that says so (pd_notice.again), so that the first writing of
- * it, late, is never taken for the last.
+ * another thread). A block that does not match, or that is lost, is asked for once more:
+ * PD_MSG_REFETCH to the request's router. A block asked for again has come only with a notice that
+ * says so (pd_notice.again), so that the first writing of it, late, is never taken for the last.
+ *
+ * Lost, or only late? What has not come a moment after its sender's PD_NOTICE_WRITTEN is lost,
+ * since that word goes behind the blocks. Without it, while anything comes from the sender, whoever
+ * it is for, the link carries what it can and the landing waits for its turn; it is late when its
+ * sender has been silent for as long as the owner's patience, or when none of its own blocks came
+ * for PD_LAND_TURNS times as long. Halfway to the first of these it is asked for once: the word may
+ * be what was lost.
  *
  * Who gives a landing up keeps it until it is over: all has come (again, where it was asked for
  * again) or the sender said its last word, and no check reads its blocks any more.
@@ -17,6 +23,8 @@
  * Pure; one thread. A landing must not move in memory. */
 
 #include "common/worker/role.h"
+
+enum { PD_LAND_TURNS = 8, PD_LAND_SENDERS_MAX = 64 };
 
 typedef struct pd_landing {
     pd_request_key key;
@@ -31,6 +39,12 @@ typedef struct pd_landing {
     uint32_t to_land, came_count, good_count; /* (group, block) pairs */
     uint32_t checks;                          /* under way: the blocks are being read */
     bool asked_bad, asked_missing;            /* each is asked for once */
+    uint32_t asked_count;                     /* PD_MSG_REFETCH that were sent */
+    uint64_t patience_ns;                     /* 0: nobody waits with a deadline */
+    uint64_t awaited_ns;                      /* since when */
+    uint64_t heard_ns;                        /* when a block of its own came last */
+    uint64_t written_ns;                      /* PD_NOTICE_WRITTEN, to be acted upon; 0: none */
+    uint32_t written_again;                   /* as that says it */
     bool given_up;                            /* counted still, checked no more */
     bool closed;                              /* the sender's last word */
 } pd_landing;
@@ -43,14 +57,20 @@ typedef struct pd_lander {
     const pd_role_sink *sink;
     pd_land_check *head, *tail; /* oldest first */
     uint64_t ticket_next;
+    struct {
+        uint64_t sender; /* incarnation; 0: unused */
+        uint64_t ns;     /* when blocks came from it last */
+    } heard[PD_LAND_SENDERS_MAX];
+    uint32_t heard_next;
 } pd_lander;
 
 typedef enum pd_land_result {
     PD_LAND_IGNORED, /* late, duplicate or ill-fitting */
     PD_LAND_PART,    /* something has changed */
     PD_LAND_DONE,    /* with this, everything is there and good */
-    PD_LAND_BROKEN,  /* bytes that are not the request's, and they were asked for again already, or
-                        there is nobody to ask */
+    PD_LAND_BROKEN, /* bytes that are not the request's, or lost ones, and they were asked for again
+                       already, or it is more than can be asked for */
+    PD_LAND_LATE,   /* see above; of pd_land_tick alone */
 } pd_land_result;
 
 /* options and sink are borrowed. */
@@ -68,17 +88,32 @@ void pd_landing_fini(pd_landing *landing);
 void pd_landing_begin(pd_landing *landing, uint32_t first, uint32_t count, uint32_t tokens,
                       const pd_block *blocks);
 
+/* Somebody waits from now on, with so much patience. */
+void pd_land_await(pd_landing *landing, uint64_t patience_ns, uint64_t now_ns);
+
+/* A PD_NOTICE_BLOCKS came from that sender, whoever it is for. The latest
+ * PD_LAND_SENDERS_MAX senders are remembered. */
+void pd_land_heard(pd_lander *lander, uint64_t sender, uint64_t now_ns);
 /* A PD_NOTICE_BLOCKS for a landing that was found by its key. */
-pd_land_result pd_land_on_notice(pd_lander *lander, pd_landing *landing, const pd_notice *notice);
+pd_land_result pd_land_on_notice(pd_lander *lander, pd_landing *landing, const pd_notice *notice,
+                                 uint64_t now_ns);
+/* A PD_NOTICE_WRITTEN; false: it is not for this landing. */
+bool pd_land_on_written(const pd_lander *lander, pd_landing *landing, const pd_notice *notice,
+                        uint64_t now_ns);
+/* What time makes of a landing that is waited for: PD_LAND_PART, PD_LAND_BROKEN, PD_LAND_LATE. At
+ * each tick. */
+pd_land_result pd_land_tick(pd_lander *lander, pd_landing *landing, uint64_t now_ns);
+/* How long none of its own blocks has come. */
+uint64_t pd_landing_silence_ns(const pd_landing *landing, uint64_t now_ns);
 /* Whose check it was is written to *landing_out; NULL (and ignored): nobody's any more. A landing
  * that was given up: PD_LAND_PART, and it may be over now. */
 pd_land_result pd_land_on_checked(pd_lander *lander, const pd_checked *checked,
                                   pd_landing **landing_out);
 /* Checks that the verifier had no room for. At each tick. */
 void pd_land_retry(pd_lander *lander);
-/* Asks again for what has not come, the first time that it is called; for nothing when that is more
- * than PD_REFETCHES_MAX runs. */
-void pd_land_ask_missing(pd_lander *lander, pd_landing *landing);
+/* Asks again for what has not come, the first time that it is called. False: that is more than
+ * PD_REFETCHES_MAX runs, and nothing was asked for. */
+bool pd_land_ask_missing(pd_lander *lander, pd_landing *landing);
 /* Nobody waits for it any more. */
 void pd_land_give_up(pd_lander *lander, pd_landing *landing);
 

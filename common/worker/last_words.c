@@ -64,6 +64,33 @@ void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_req
     words->said_next = (at + 1) % PD_LAST_WORDS_SAID_MAX;
 }
 
+static const pd_link *up_by_tag(const pd_links *links, uint64_t tag)
+{
+    for (uint32_t i = 0; i < links->count; i++) {
+        if (links->links[i].state == PD_LINK_UP && links->links[i].tag == tag)
+            return &links->links[i];
+    }
+    return NULL;
+}
+
+void pd_last_words_written(const pd_last_words *words, uint64_t link_tag, const pd_request_key *key,
+                           uint32_t again)
+{
+    const pd_link *link = up_by_tag(words->links, link_tag);
+
+    if (link == NULL)
+        return;
+    pd_notice notice = {.kind = PD_NOTICE_WRITTEN,
+                        .key = *key,
+                        .sender = words->options->incarnation,
+                        .receiver = link->incarnation,
+                        .again = again};
+    pd_status status = words->sink->notify(words->sink->ctx, link->peer, &notice);
+    if (status != PD_OK)
+        pd_log_debug("msg=\"that all is written was not taken\" peer=%s status=%s number=%llu",
+                     link->name, pd_status_name(status), (unsigned long long)key->number);
+}
+
 static const pd_link *up_to(const pd_last_words *words, uint64_t receiver)
 {
     for (uint32_t i = 0; i < words->links->count; i++) {

@@ -1,7 +1,8 @@
 #pragma once
 
-/* common/worker/last_words.h - a sender's aborts: "I write these blocks no more", by data plane;
- * and the keys that it has ended with, so that it keeps that word.
+/* common/worker/last_words.h - a sender's words on the data plane: its aborts ("I write these
+ * blocks no more"), and that all is written; and the keys that it has ended with, so that it keeps
+ * that word.
  *
  * Words of a newer link end what an older one may still carry (common/transfer), so one that is
  * owed since a link broke may be paid by the next; and the latest that were said by the older one
@@ -41,6 +42,11 @@ void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
 /* By a link that is up. What the carrier has no room for is owed; nothing is said of a key that
  * pd_last_words_never was told of. */
 void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key);
+/* All that leaves for that key is written, with what the first again PD_MSG_SHIP_AGAIN asked for.
+ * By the link that carried it, if that is up still; what the carrier has no room for is not said:
+ * the receiver finds out by waiting. */
+void pd_last_words_written(const pd_last_words *words, uint64_t link_tag, const pd_request_key *key,
+                           uint32_t again);
 /* By the next link to that receiver, which may be up already. Too many: the oldest is forgotten,
  * which is logged. */
 void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key);

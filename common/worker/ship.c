@@ -19,7 +19,7 @@ enum {
 /* What is posted and has not landed is in nobody's hands any more: on a slow link it is no more
  * than the link carries in that time, so that who comes next does not wait longer for its turn. */
 #define CREDIT_NS          (50 * PD_NS_PER_MS)
-#define CREDIT_BYTES_LEAST (512u << 10)
+#define CREDIT_BYTES_LEAST (128u << 10)
 #define RATE_KEPT          0.9 /* of what was measured before, with each part that lands */
 /* In one call of pump: what is posted is also sealed there, and the loop must not stand still. */
 #define TURN_BYTES (8u << 20)

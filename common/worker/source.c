@@ -202,8 +202,10 @@ static void settle(pd_source *source, pd_source_ship *ship)
     }
     if (!ship->begun || want_any(source, ship))
         return;
-    if (ship->word_owed)
+    if (ship->word_owed) {
+        pd_last_words_written(source->o.words, ship->link_tag, &ship->key, ship->again);
         say_done(source, ship);
+    }
     ship->word_owed = false;
     if (ship->released)
         finish(source, ship);

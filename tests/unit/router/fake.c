@@ -540,7 +540,7 @@ static void arrive(fake *f, uint32_t i, fake_lease *lease, const fake_prompt *pr
         say(f, i, &message);
     } else {
         pd_message message = {.kind = PD_MSG_DECODE_FAILED,
-                              .decode_failed = {.key = lease->key, .status = PD_E_PEER}};
+                              .decode_failed = {.key = lease->key, .status = PD_E_MISMATCH}};
         strcpy(message.decode_failed.reason, "a seal does not match again");
         end_lease(&f->workers[i], lease);
         say(f, i, &message);
@@ -739,7 +739,7 @@ static void on_audit(fake *f, uint32_t i, const pd_msg_audit *audit)
             continue;
         pd_audit_state state = l->suspended ? PD_AUDIT_SUSPENDED
                                : l->landed  ? (l->decoding ? PD_AUDIT_RUNNING : PD_AUDIT_LANDED)
-                               : l->bound   ? PD_AUDIT_LANDING
+                               : l->bound   ? (l->decoding ? PD_AUDIT_AWAITED : PD_AUDIT_LANDING)
                                             : PD_AUDIT_PROMISED;
         entries[count++] = (pd_audit_entry){l->key, state, l->blocks};
     }

@@ -241,7 +241,8 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                       .priority = 7,
                                                       .pull = PEER,
                                                       .pull_blocks = 2,
-                                                      .pull_ms = 50};
+                                                      .pull_ms = 50,
+                                                      .hold_ms = 60000};
         break;
     case PD_MSG_DECODE_START:
         m->decode_start = (pd_msg_decode_start){.key = KEY,

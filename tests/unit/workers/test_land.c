@@ -1,4 +1,5 @@
-/* What is asked for again of a landing, and what is not. */
+/* What is asked for again of a landing, what is not, and how long it is waited for. */
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/worker/land.h"
 
@@ -17,6 +18,7 @@ typedef struct bench {
     pd_landing landing;
     pd_block blocks[BLOCKS];
     uint32_t refetches;
+    uint64_t now_ns;
 } bench;
 
 static void on_send(void *ctx, uint64_t router, const pd_message *message)
@@ -54,7 +56,7 @@ static pd_land_result arrive(bench *b, uint32_t group, uint32_t again)
                               .valid_tokens = BLOCK_TOKENS,
                               .again = again};
 
-    return pd_land_on_notice(&b->lander, &b->landing, &notice);
+    return pd_land_on_notice(&b->lander, &b->landing, &notice, b->now_ns);
 }
 
 static void end(bench *b)
@@ -69,8 +71,8 @@ static void what_is_missing_is_asked_for_once(void **state)
     bench b;
 
     begin(&b, PD_REFETCHES_MAX);
-    pd_land_ask_missing(&b.lander, &b.landing);
-    pd_land_ask_missing(&b.lander, &b.landing);
+    assert_true(pd_land_ask_missing(&b.lander, &b.landing));
+    assert_true(pd_land_ask_missing(&b.lander, &b.landing));
     assert_int_equal(b.refetches, PD_REFETCHES_MAX);
     for (uint32_t g = 0; g < PD_REFETCHES_MAX; g++) {
         assert_int_equal(arrive(&b, g, 0), PD_LAND_IGNORED); /* another writing is to come */
@@ -87,10 +89,133 @@ static void more_than_can_be_asked_for_may_still_come(void **state)
     bench b;
 
     begin(&b, GROUPS);
-    pd_land_ask_missing(&b.lander, &b.landing);
+    assert_false(pd_land_ask_missing(&b.lander, &b.landing));
     assert_int_equal(b.refetches, 0);
     for (uint32_t g = 0; g < GROUPS; g++)
         assert_int_equal(arrive(&b, g, 0), g + 1 == GROUPS ? PD_LAND_DONE : PD_LAND_PART);
+    end(&b);
+}
+
+static bool written(bench *b, uint32_t again)
+{
+    const pd_notice notice = {.kind = PD_NOTICE_WRITTEN,
+                              .key = {1, 2, 3},
+                              .sender = SENDER,
+                              .receiver = RECEIVER,
+                              .again = again};
+
+    return pd_land_on_written(&b->lander, &b->landing, &notice, b->now_ns);
+}
+
+static pd_land_result after(bench *b, uint64_t ms)
+{
+    b->now_ns += ms * PD_NS_PER_MS;
+    return pd_land_tick(&b->lander, &b->landing, b->now_ns);
+}
+
+/* The word goes behind the blocks: nobody waits for a deadline to ask for what is lost. */
+static void what_was_written_and_did_not_come_is_asked_for_at_once(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, 3);
+    assert_int_equal(arrive(&b, 0, 0), PD_LAND_PART);
+    assert_true(written(&b, 0));
+    assert_int_equal(after(&b, 1), PD_LAND_PART);
+    assert_int_equal(arrive(&b, 2, 0), PD_LAND_PART); /* notices may overtake each other a little */
+    assert_int_equal(after(&b, 100), PD_LAND_PART);
+    assert_int_equal(b.refetches, 1);
+    assert_true(written(&b, 0)); /* said before it heard of that */
+    assert_int_equal(after(&b, 100), PD_LAND_PART);
+    assert_int_equal(b.refetches, 1);
+    assert_int_equal(arrive(&b, 1, 1), PD_LAND_DONE);
+    end(&b);
+}
+
+static void what_is_lost_twice_is_broken(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, 3);
+    assert_int_equal(arrive(&b, 0, 0), PD_LAND_PART);
+    written(&b, 0);
+    assert_int_equal(after(&b, 100), PD_LAND_PART);
+    assert_int_equal(b.refetches, 2);
+    assert_int_equal(arrive(&b, 1, 1), PD_LAND_PART);
+    written(&b, 1); /* one of the two */
+    assert_int_equal(after(&b, 100), PD_LAND_PART);
+    written(&b, 2);
+    assert_int_equal(after(&b, 100), PD_LAND_BROKEN);
+    end(&b);
+}
+
+static void more_lost_than_can_be_asked_for_is_broken(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, PD_REFETCHES_MAX + 1);
+    written(&b, 0);
+    assert_int_equal(after(&b, 100), PD_LAND_BROKEN);
+    assert_int_equal(b.refetches, 0);
+    end(&b);
+}
+
+static void another_ones_word_is_nothing_here(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, 3);
+    b.landing.sender = SENDER + 1;
+    assert_false(written(&b, 0));
+    b.landing.sender = SENDER;
+    b.options.incarnation = RECEIVER + 1;
+    assert_false(written(&b, 0));
+    assert_int_equal(after(&b, 1000), PD_LAND_PART);
+    assert_int_equal(b.refetches, 0);
+    end(&b);
+}
+
+/* A crowd on a slow link: its turn comes. */
+static void it_waits_while_its_sender_writes_to_others(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, 3);
+    pd_land_await(&b.landing, PD_NS_PER_S, b.now_ns);
+    for (uint32_t i = 0; i < 19; i++) {
+        assert_int_equal(after(&b, 400), PD_LAND_PART);
+        pd_land_heard(&b.lander, SENDER, b.now_ns);
+    }
+    assert_int_equal(b.refetches, 0);
+    assert_int_equal(arrive(&b, 0, 0), PD_LAND_PART); /* as long again from here */
+    for (uint32_t i = 0; i < 19; i++) {
+        assert_int_equal(after(&b, 400), PD_LAND_PART);
+        pd_land_heard(&b.lander, SENDER, b.now_ns);
+    }
+    assert_int_equal(after(&b, 400), PD_LAND_LATE); /* 8 s: it has been forgotten there */
+    end(&b);
+}
+
+static void a_silent_sender_is_late(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, 3);
+    pd_land_await(&b.landing, PD_NS_PER_S, b.now_ns);
+    pd_land_heard(&b.lander, SENDER + 1, b.now_ns + 400 * PD_NS_PER_MS);
+    assert_int_equal(after(&b, 499), PD_LAND_PART);
+    assert_int_equal(b.refetches, 0);
+    assert_int_equal(after(&b, 1), PD_LAND_PART);
+    assert_int_equal(b.refetches, 3); /* the word may be what was lost */
+    assert_int_equal(after(&b, 499), PD_LAND_PART);
+    assert_int_equal(after(&b, 1), PD_LAND_LATE);
+    assert_int_equal(b.refetches, 3);
     end(&b);
 }
 
@@ -99,6 +224,12 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_is_missing_is_asked_for_once),
         cmocka_unit_test(more_than_can_be_asked_for_may_still_come),
+        cmocka_unit_test(what_was_written_and_did_not_come_is_asked_for_at_once),
+        cmocka_unit_test(what_is_lost_twice_is_broken),
+        cmocka_unit_test(more_lost_than_can_be_asked_for_is_broken),
+        cmocka_unit_test(another_ones_word_is_nothing_here),
+        cmocka_unit_test(it_waits_while_its_sender_writes_to_others),
+        cmocka_unit_test(a_silent_sender_is_late),
     };
 
     pd_log_init("test-land", PD_LOG_ERROR);

@@ -536,7 +536,8 @@ static void copies_are_held_until_somebody_ends_that(void **state)
         world *w = world_create(&(world_setup){.seed = 1});
         direct d;
         make_direct(w, &d, 100, 5);
-        d.message.prefill_request.deadline_ms = 500;
+        d.message.prefill_request.hold_ms = 500; /* the deadline of computing is not theirs */
+        d.message.prefill_request.deadline_ms = 100;
         send_direct(w, &d);
         finish_steps(w);
         if (how == EARLY_RELEASE)

@@ -27,6 +27,7 @@ typedef struct bench {
     pd_source source;
     pd_status ship_status, connect_status;
     pd_shipment posted[POSTED_MAX];
+    uint32_t written, written_again; /* words that all is */
     uint32_t posted_count, aborts, closes, unships, connects;
     pd_msg_ship_done done[16];
     uint32_t done_count;
@@ -65,9 +66,16 @@ static void on_close(void *ctx, pd_peer peer)
 
 static pd_status on_notify(void *ctx, pd_peer peer, const pd_notice *notice)
 {
+    bench *b = ctx;
+
     (void)peer;
+    if (notice->kind == PD_NOTICE_WRITTEN) {
+        b->written++;
+        b->written_again = notice->again;
+        return PD_OK;
+    }
     assert_int_equal(notice->kind, PD_NOTICE_ABORT);
-    ((bench *)ctx)->aborts++;
+    b->aborts++;
     return PD_OK;
 }
 
@@ -294,7 +302,9 @@ static void blocks_asked_for_again_go_again_and_are_answered_again(void **state)
     ask_move(b, &asked);
     link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
     uint64_t ticket = b->posted[0].ticket;
+    assert_int_equal(b->written, 0);
     sent(b, ticket, PD_OK);
+    assert_true(b->written == 1 && b->written_again == 0);
     assert_true(pd_source_again(&b->source, &again, b->now_ns));
     assert_int_equal(b->posted_count, 2);
     const pd_shipment *s = &b->posted[1];
@@ -305,6 +315,7 @@ static void blocks_asked_for_again_go_again_and_are_answered_again(void **state)
     sent(b, ticket, PD_OK);
     assert_int_equal(b->done_count, 2);
     assert_true(b->done[1].status == PD_OK && b->done[1].again == 1);
+    assert_true(b->written == 2 && b->written_again == 1); /* the receiver hears it, too */
     /* the same word once more is answered, and nothing is written */
     assert_true(pd_source_again(&b->source, &again, b->now_ns));
     assert_int_equal(b->posted_count, 2);
