@@ -1,9 +1,8 @@
 /* The UCX carrier: one-sided puts into memory that UCX itself allocated, a flush, and a notice
- * through a socket of our own (notice_socket.h); over tcp, where UCX has no one-sided put, blocks
- * and notices are its eager active messages. Everything runs on the engine's thread.
- *
- * Settings are given to UCX's configuration object, not to the process' environment. UCX 1.13
- * accepts any key here and tells only later, by a warning, that nobody wanted it.
+ * through a socket of our own (notice_socket.h). Where UCX has mapped the peer's pool a put is a
+ * copy into it, made here (copy.h), and there is nothing to flush; over tcp, where UCX has no
+ * one-sided put, blocks and notices are its eager active messages. Everything runs on the engine's
+ * thread.
  *
  * Notices within a host do not go through UCX: all senders of a receiver share one queue of its
  * there, and a sender killed between taking an entry and filling it leaves that queue stuck for
@@ -12,21 +11,17 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/transfer/carrier.h"
+#include "common/transfer/copy.h"
 #include "common/transfer/lanes.h"
 #include "common/transfer/notice_socket.h"
 #include "common/transfer/senders.h"
+#include "common/transfer/ucx_context.h"
 
-#include <net/if.h>
-#include <pthread.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <ucp/api/ucp.h>
-#include <ucs/debug/debug.h>
-#include <ucs/debug/log_def.h>
 #include <unistd.h>
 
 enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = 4096 };
@@ -53,11 +48,12 @@ typedef struct ucx_peer {
     ucp_ep_h ep; /* NULL: not open */
     ucp_rkey_h rkey;
     uint64_t base;
-    pd_link_head head;             /* of this link */
-    bool by_message;               /* over tcp: see put_by_message */
-    bool failed;                   /* UCX reported an error: no further calls but closing */
-    bool probing;                  /* open until the first put and its flush are done */
-    bool probe_put_ok;             /* its put */
+    unsigned char *mapped; /* the peer's pool in our address space, as long as rkey; or NULL */
+    pd_link_head head;     /* of this link */
+    bool by_message;       /* over tcp: see put_by_message */
+    bool failed;           /* UCX reported an error: no further calls but closing */
+    bool probing;          /* open until the first put and its flush are done */
+    bool probe_put_ok;     /* its put */
     void *probe_put, *probe_flush; /* requests, or NULL */
     void *closing;                 /* request, or NULL */
 } ucx_peer;
@@ -87,156 +83,6 @@ struct pd_carrier {
 static uint64_t probe_offset(uint64_t pool_bytes)
 {
     return (pool_bytes + PAGE - 1) / PAGE * PAGE;
-}
-
-/* ---- UCX's own log ---- */
-
-/* What UCX prints when a peer dies is no news to an operator, so its errors are our warnings. */
-static ucs_log_func_rc_t log_line(const char *file, unsigned line, const char *function,
-                                  ucs_log_level_t level,
-                                  const ucs_log_component_config_t *component, const char *format,
-                                  va_list args)
-{
-    (void)function;
-    (void)component;
-    if (level == UCS_LOG_LEVEL_FATAL || level > UCS_LOG_LEVEL_WARN)
-        return UCS_LOG_FUNC_RC_CONTINUE;
-    char text[256];
-    vsnprintf(text, sizeof text, format, args);
-    for (char *at = text; *at != '\0'; at++) {
-        if (*at == '"')
-            *at = '\'';
-    }
-    const char *name = strrchr(file, '/');
-    pd_log_warn("msg=\"ucx: %s\" at=%s:%u", text, name == NULL ? file : name + 1, line);
-    return UCS_LOG_FUNC_RC_STOP;
-}
-
-static ucs_log_func_rc_t log_nothing(const char *file, unsigned line, const char *function,
-                                     ucs_log_level_t level,
-                                     const ucs_log_component_config_t *component,
-                                     const char *format, va_list args)
-{
-    (void)file, (void)line, (void)function, (void)level, (void)component, (void)format, (void)args;
-    return UCS_LOG_FUNC_RC_STOP;
-}
-
-static pthread_once_t prepare_once = PTHREAD_ONCE_INIT;
-
-/* Once in a process. UCX may have taken SEGV and others for itself when it was loaded, as its build
- * and environment say; they are ours. It grumbles about those it had not taken. */
-static void prepare_library(void)
-{
-    static const int taken[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-    ucs_log_push_handler(log_nothing);
-    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++)
-        ucs_debug_disable_signal(taken[i]);
-    ucs_log_pop_handler();
-    ucs_log_push_handler(log_line);
-}
-
-/* ---- configuration ---- */
-
-typedef struct setting {
-    const char *key, *value;
-} setting;
-
-static pd_status configure(ucp_config_t *config, const setting *settings, size_t count)
-{
-    for (size_t i = 0; i < count; i++) {
-        ucs_status_t status = ucp_config_modify(config, settings[i].key, settings[i].value);
-        if (status != UCS_OK) {
-            pd_log_error("msg=\"ucx: setting refused: %s\" key=%s value=%s",
-                         ucs_status_string(status), settings[i].key, settings[i].value);
-            return PD_E_UNSUPPORTED;
-        }
-    }
-    return PD_OK;
-}
-
-/* A program built for one UCX and started with another one's libraries: their structures differ. */
-static pd_status check_version(void)
-{
-    unsigned major = 0, minor = 0, release = 0;
-    ucp_get_version(&major, &minor, &release);
-    if (major == UCP_API_MAJOR && minor == UCP_API_MINOR)
-        return PD_OK;
-    pd_log_error("msg=\"ucx: built for another version than the one that was loaded\" "
-                 "built=%u.%u loaded=%u.%u.%u",
-                 UCP_API_MAJOR, UCP_API_MINOR, major, minor, release);
-    return PD_E_MISMATCH;
-}
-
-/* 1.13 knows the settings of its tcp transport by their short names here, later ones by the
- * variable's. */
-#define SENDS_AT_ONCE (UCP_API_MINOR < 14) /* see send_message */
-#define TCP_KEY(name) (UCP_API_MINOR < 14 ? (name) : "TCP_" name)
-#define COUNT(array)  (sizeof(array) / sizeof *(array))
-
-static pd_status configure_transport(ucp_config_t *config, const pd_transfer_options *options)
-{
-    /* Shared memory takes part in connections that report failures only when told to; a dead peer
-     * is noticed there by keepalive alone. */
-    static const setting memory[] = {
-        {"MM_ERROR_HANDLING", "y"},
-        {"KEEPALIVE_INTERVAL", "1s"},
-        /* memory that peers can map: their puts are plain copies */
-        {"ALLOC_PRIO", "md:sysv,md:posix,thp,mmap,heap"},
-    };
-    /* On tcp short keepalives of UCX's own keep the kernel from seeing a cut link: leave them. */
-    const setting network[] = {
-        {"NET_DEVICES", options->device == NULL ? "lo" : options->device},
-        {TCP_KEY("TX_SEG_SIZE"), "1m"},
-        {TCP_KEY("RX_SEG_SIZE"), "1m"},
-        /* What the kernel holds counts as sent, and nobody can overtake it: the kernel's own
-         * choice is twice that and more, which a slow link carries for long. */
-        {TCP_KEY("SNDBUF"), "1m"},
-        /* no rendezvous: 1.22 prefers it early, and it is slower here (1.13 does not care) */
-        {"RNDV_THRESH", "inf"},
-    };
-    static const setting shm_lanes = {"TLS", "posix,sysv,cma,self"};
-    /* without "self", so that a device that is down fails here and not at the first connection */
-    static const setting tcp_lanes = {"TLS", "tcp"};
-    static const setting auto_lanes = {"TLS", "posix,sysv,cma,self,tcp"};
-    bool shm = strcmp(options->transport, "shm") == 0;
-    bool tcp = strcmp(options->transport, "tcp") == 0;
-    if (!shm && if_nametoindex(network[0].value) == 0) {
-        pd_log_error("msg=\"transfer: no such network device: %m\" device=%s", network[0].value);
-        return PD_E_UNSUPPORTED;
-    }
-    pd_status status = configure(config, shm ? &shm_lanes : tcp ? &tcp_lanes : &auto_lanes, 1);
-    if (status == PD_OK && !tcp)
-        status = configure(config, memory, COUNT(memory));
-    if (status == PD_OK && !shm)
-        status = configure(config, network, COUNT(network));
-    return status;
-}
-
-static pd_status init_context(pd_carrier *carrier, const pd_transfer_options *options)
-{
-    ucp_config_t *config;
-    ucs_status_t ucs = ucp_config_read(NULL, NULL, &config);
-    if (ucs != UCS_OK) {
-        pd_log_error("msg=\"ucx: cannot read its configuration: %s\"", ucs_status_string(ucs));
-        return PD_E_UNSUPPORTED;
-    }
-    pd_status status = configure_transport(config, options);
-    if (status == PD_OK) {
-        ucp_params_t params = {
-            .field_mask = UCP_PARAM_FIELD_FEATURES,
-            .features = UCP_FEATURE_RMA | UCP_FEATURE_AM | UCP_FEATURE_WAKEUP,
-        };
-        ucs = ucp_init(&params, config, &carrier->context);
-        if (ucs != UCS_OK) {
-            carrier->context = NULL;
-            pd_log_error("msg=\"ucx: no such transport or device here: %s\" transport=%s device=%s",
-                         ucs_status_string(ucs), options->transport,
-                         options->device == NULL ? "lo" : options->device);
-            status = PD_E_UNSUPPORTED;
-        }
-    }
-    ucp_config_release(config);
-    return status;
 }
 
 /* ---- create ---- */
@@ -491,7 +337,6 @@ static pd_status init_socket(pd_carrier *carrier)
 static pd_status create(const pd_transfer_options *options, const pd_carrier_events *events,
                         void *engine, pd_carrier **carrier_out)
 {
-    pthread_once(&prepare_once, prepare_library);
     pd_carrier *carrier = pd_calloc(1, sizeof *carrier);
     if (carrier == NULL)
         return PD_E_NOMEM;
@@ -502,9 +347,9 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     carrier->epoll_fd = -1;
     strncpy(carrier->transport, options->transport, sizeof carrier->transport - 1);
     carrier->peers = pd_calloc(options->peers_max, sizeof *carrier->peers);
-    pd_status status = carrier->peers == NULL ? PD_E_NOMEM : check_version();
+    pd_status status = carrier->peers == NULL ? PD_E_NOMEM : PD_OK;
     if (status == PD_OK)
-        status = init_context(carrier, options);
+        status = pd_ucx_context_create(options, &carrier->context);
     if (status == PD_OK)
         status = init_worker(carrier);
     if (status == PD_OK && strcmp(carrier->transport, "tcp") != 0)
@@ -574,8 +419,12 @@ static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, si
                      peer->index, carrier->transport, lane);
         return PD_E_MISMATCH;
     }
-    void *mapped;
-    if (!has_tcp && ucp_rkey_ptr(peer->rkey, peer->base, &mapped) != UCS_OK)
+    void *mapped = NULL;
+    if (has_tcp)
+        return PD_OK;
+    if (ucp_rkey_ptr(peer->rkey, peer->base, &mapped) == UCS_OK)
+        peer->mapped = mapped;
+    else
         pd_log_warn("msg=\"transfer: the peer's pool cannot be mapped, each put is a copy by "
                     "messages\" peer=%u lanes=%s",
                     peer->index, lane);
@@ -762,6 +611,7 @@ static void close_end(pd_carrier *carrier, ucx_peer *peer)
     if (peer->rkey != NULL)
         ucp_rkey_destroy(peer->rkey);
     peer->rkey = NULL;
+    peer->mapped = NULL;
     peer->ep = NULL;
     carrier->events->closed(carrier->engine, peer->index);
 }
@@ -915,6 +765,10 @@ static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
     thread_carrier = carrier;
     if (peer->by_message)
         return put_by_message(carrier, peer, source_offset, target_offset, bytes, token);
+    if (peer->mapped != NULL) { /* UCX would do the same, with the bytes through the caches */
+        pd_copy_out(peer->mapped + target_offset, carrier->pool + source_offset, bytes);
+        return PD_OK;
+    }
     ucp_request_param_t param = {
         .op_attr_mask =
             UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
@@ -932,6 +786,8 @@ static pd_status flush(pd_carrier *carrier, pd_peer index, uint64_t token)
     if (peer->failed)
         return PD_E_PEER;
     if (peer->by_message && SENDS_AT_ONCE) /* the notice follows the bytes in the same stream */
+        return PD_OK;
+    if (peer->mapped != NULL) /* each put was done when it returned */
         return PD_OK;
     thread_carrier = carrier;
     ucp_request_param_t param = {

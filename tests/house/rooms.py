@@ -36,10 +36,10 @@ DOORS = [
     (r"yaml\.h", r"common/config/yaml\.c"),
     (r"pcre2(posix)?\.h", r"common/text/tokenizer\.c"),
     (r"zmq(_utils)?\.h", r"common/wire/bus\.c"),
-    (r"(ucp|uct|ucs|ucm)/.*", r"common/transfer/ucx\.c|tests/bench/put_bench\.c"),
+    (r"(ucp|uct|ucs|ucm)/.*", r"common/transfer/ucx(_context)?\.[ch]|tests/bench/put_bench\.c"),
     (r"nccl\.h", r"common/transfer/nccl\.c"),
     (r"cuda.*", r"kernels/cuda/.*"),
-    (r"[a-z]*intrin\.h|cpuid\.h", r"kernels/cpu/.*|common/kv/tile_sum_x86\.c"),
+    (r"[a-z]*intrin\.h|cpuid\.h", r"kernels/cpu/.*|common/(kv/tile_sum|transfer/copy)_x86\.c"),
     (r"cmocka\.h", r"tests/.*"),
 ]
 # headers of the C library and the kernel: no door needed
