@@ -163,9 +163,18 @@ class Report:
         self.clean_s = []
         self.cases = 0
         self.lines = []
+        self.counts = {}  # "what it is" -> {kind: how often}
+        self.lock = threading.Lock()
+
+    def count(self, what, kind, times=1):
+        with self.lock:
+            kinds = self.counts.setdefault(what, {})
+            kinds[kind] = kinds.get(kind, 0) + int(times)
 
     def text(self):
         lines = list(self.lines)
+        for what, kinds in self.counts.items():
+            lines.append(f"{what}: {sum(kinds.values())} ({', '.join(f'{kind} {times}' for kind, times in sorted(kinds.items()))})")
         if self.gaps_s:
             gaps = sorted(self.gaps_s)
             lines.append(
@@ -344,3 +353,5 @@ class Case:
         assert took < 10, f"a full-size request took {took:.1f} s: {field.placed}"
         assert status == 200 and len(body["choices"][0]["token_ids"]) == 3, f"a full-size request: {status} {body}"
         self.report.cases += 1
+        self.report.count("faults by kind", self.fault)
+        self.report.count("faults by place and victim", f"{field.place} {self.victim}")

@@ -105,6 +105,7 @@ def test_across_hosts(case, grounds, report, rng, no_hosts):
     run("hosts", case, grounds, report, rng)
 
 
+@pytest.mark.every_part
 def test_streams_go_on_within_a_second_of_the_death(report):
     """Of all SIGKILLs of decode workers in this run: a second where they are many; a few on a busy machine get more."""
     if not report.gaps_s:
