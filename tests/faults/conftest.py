@@ -44,7 +44,8 @@ def report():
 
 @pytest.fixture(scope="session")
 def references():
-    """[(bodies, answers)]: what undisturbed workers say, and how long the probe's prefill takes here."""
+    """[(bodies, answers, prefill_s, quiet_s)]: what undisturbed workers say, how long the probe's prefill takes here,
+    and the longest that a stream waits."""
     sets = []
     with fl.Field("shm", tapped=False) as plain:
         for number in range(SETS):
@@ -52,7 +53,7 @@ def references():
             streams = fl.at_once([lambda body=body: plain.stream(body) for body in bodies])
             for stream in streams:
                 assert stream.error is None and not stream.cut and len(stream.tokens) == moments.ANSWER, (stream.error, stream.cut)
-            sets.append((bodies, [stream.tokens for stream in streams], streams[0].times[0] - streams[0].began))
+            sets.append((bodies, [stream.tokens for stream in streams], streams[0].times[0] - streams[0].began, max(stream.longest_wait() for stream in streams)))
         plain.assert_clean()
     return sets
 
