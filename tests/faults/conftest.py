@@ -16,6 +16,27 @@ SETS = 8 if FULL else 4
 REPORT = moments.Report()
 
 
+def part_of(items, part):
+    """Each N-th of them, from the K-th on; what judges a whole run (`every_part`) is in all parts."""
+    number, parts = map(int, part.split("/"))
+    own = [item for item in items if item.get_closest_marker("every_part") is None]
+    others = {*own} - {*own[number - 1 :: parts]}
+    return [item for item in items if item not in others]
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "every_part: runs in each part of --part K/N")
+
+
+def pytest_collection_modifyitems(config, items):
+    part = os.environ.get("KVFERRY_PART", "")
+    if part:
+        chosen = part_of(items, part)
+        config.hook.pytest_deselected(items=list({*items} - {*chosen}))
+        REPORT.lines.append(f"part {part}: {len(chosen)} of {len(items)} tests")
+        items[:] = chosen
+
+
 @pytest.fixture(scope="session")
 def report():
     return REPORT
@@ -23,7 +44,8 @@ def report():
 
 @pytest.fixture(scope="session")
 def references():
-    """[(bodies, answers)]: what undisturbed workers say, and how long the probe's prefill takes here."""
+    """[(bodies, answers, prefill_s, quiet_s)]: what undisturbed workers say, how long the probe's prefill takes here,
+    and the longest that a stream waits."""
     sets = []
     with fl.Field("shm", tapped=False) as plain:
         for number in range(SETS):
@@ -31,7 +53,7 @@ def references():
             streams = fl.at_once([lambda body=body: plain.stream(body) for body in bodies])
             for stream in streams:
                 assert stream.error is None and not stream.cut and len(stream.tokens) == moments.ANSWER, (stream.error, stream.cut)
-            sets.append((bodies, [stream.tokens for stream in streams], streams[0].times[0] - streams[0].began))
+            sets.append((bodies, [stream.tokens for stream in streams], streams[0].times[0] - streams[0].began, max(stream.longest_wait() for stream in streams)))
         plain.assert_clean()
     return sets
 

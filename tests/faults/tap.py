@@ -3,9 +3,11 @@
 A tap accepts ZeroMQ connections where workers think their router is, makes one to the router for
 each, and carries the bytes over. It reads ZMTP 3 frames and, in them, which message of
 common/wire/messages.proto it is and of which request; whoever is curious is called before (or after) the frame goes
-on. With a filter it holds single messages back. It keeps what a direct connection has: an end on one side
+on. With a filter it loses single messages; told to hold a worker's, it keeps all of them back until it is
+told to go on, as a cut does: nobody is told, and tcp sends again what was lost. It keeps what a direct connection has: an end on one side
 is an end on the other."""
 
+import collections
 import contextlib
 import os
 import re
@@ -99,6 +101,7 @@ class _Way:
         self.source, self.sink, self.link = source, sink, link
         self.buffer = bytearray()
         self.pending = bytearray()
+        self.kept = collections.deque()  # (raw frame, body) of a worker that is held
         self.greeting = 64  # bytes of it that are still to come
         self.ended = False
 
@@ -139,6 +142,7 @@ class Tap:
         self.listeners, self.connect = listeners, connect
         self.watchers = []  # called with a Seen before it goes on; a true answer: call it again once it is on its way
         self.drop = None  # Seen -> True: it is lost
+        self.held = frozenset()  # names of workers whose messages wait, both ways
         self.selector = selectors.DefaultSelector()
         self.links = set()
         self.lock = threading.RLock()
@@ -172,10 +176,26 @@ class Tap:
         with self.lock, contextlib.suppress(ValueError):
             self.watchers.remove(watcher)
 
+    def hold(self, workers):
+        """Their messages wait from now on, and those of nobody else."""
+        self.held = frozenset(workers)
+        with contextlib.suppress(OSError):
+            self.wake_write.send(b"h")
+
+    def _go_on(self):
+        """What was kept of those who are held no longer."""
+        self.wake_read.recv(64)
+        for link in list(self.links):
+            if link.worker not in self.held and (link.up.kept or link.down.kept or link.up.ended or link.down.ended):
+                for way in (link.up, link.down):
+                    self._carry(way)
+                self._settle(link)
+
     def _run(self):
         while not self.stopping:
             for key, events in self.selector.select(0.5):
                 if key.data is None:
+                    self._go_on()
                     continue
                 if isinstance(key.data, str):
                     self._accept(key.fileobj, key.data)
@@ -215,9 +235,13 @@ class Tap:
             elif data:
                 way.buffer += data
                 self._carry(way)
+        self._settle(link)
+
+    def _settle(self, link):
+        """Sends what can be sent; an end on one side is one on the other, once that is known there."""
         for way in (link.up, link.down):
             self._flush(way)
-            if way.ended and not way.pending:
+            if way.ended and not way.pending and link.worker not in self.held:
                 self._end(link)
                 return
         self._interest(link)
@@ -236,8 +260,13 @@ class Tap:
                 self.selector.modify(way.source, wanted, link)
 
     def _carry(self, way):
-        for raw, body in way.take():
+        way.kept.extend(way.take())
+        while way.kept:
+            raw, body = way.kept[0]
             seen = self._read(way.link, body) if body else None
+            if way.link.worker in self.held:
+                return
+            way.kept.popleft()
             if seen is None:
                 way.pending += raw
                 continue
@@ -258,7 +287,7 @@ class Tap:
             for number, value in fields(body):
                 if number in KINDS and isinstance(value, bytes):
                     kind = KINDS[number]
-                    if kind == "Hello":
+                    if kind == "Hello" or (kind == "StepTokens" and not link.worker):
                         link.worker = dict(fields(value)).get(1, b"").decode(errors="replace")
                     return Seen(kind, value, link.worker)
         except (IndexError, ValueError):
