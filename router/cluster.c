@@ -372,7 +372,13 @@ void router_cluster_report(router_cluster *cluster, uint32_t slot,
     if (heartbeat->incarnation != worker->hello.incarnation)
         return;
     bool was_ready = router_worker_ready(worker);
+    uint64_t shipped_bytes = worker->report.counts.shipped_bytes;
     worker->report = *heartbeat;
+    if (worker->counts_known) {
+        worker->report.counts.shipped_bytes = shipped_bytes;
+        router_cluster_shipped(cluster, slot, heartbeat->counts.shipped_bytes);
+    }
+    worker->counts_known = true; /* before the first, it shipped for a router before this one */
     if (!isfinite(worker->report.queue_ms) || worker->report.queue_ms < 0)
         worker->report.queue_ms = 0;
     worker->report_ns = now_ns == 0 ? 1 : now_ns;
@@ -380,6 +386,15 @@ void router_cluster_report(router_cluster *cluster, uint32_t slot,
     if (router_worker_ready(worker) != was_ready)
         pd_log_info("msg=\"worker %s\" worker=%s", was_ready ? "takes no new work" : "is ready",
                     worker->hello.name);
+}
+
+void router_cluster_shipped(router_cluster *cluster, uint32_t slot, uint64_t bytes)
+{
+    uint64_t *known = &cluster->workers[slot].report.counts.shipped_bytes;
+    if (!cluster->workers[slot].counts_known || bytes <= *known)
+        return;
+    cluster->shipped_bytes += bytes - *known;
+    *known = bytes;
 }
 
 static void refuse_fenced(router_cluster *cluster, const router_worker *peer,

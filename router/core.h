@@ -161,7 +161,8 @@ typedef struct router_worker_view {
     uint32_t index_blocks;               /* that the index knows there */
     bool index_synced;
     uint64_t heartbeat_age_ns;
-    char lanes[128]; /* "decode-0=posix+cma decode-1=tcp" */
+    pd_worker_counts counts; /* its own, since its incarnation began */
+    char lanes[128];         /* "decode-0=posix+cma decode-1=tcp" */
 } router_worker_view;
 /* Calls fn for every registered worker, ordered by name. */
 void router_core_each_worker(const router_core *core, uint64_t now_ns,
@@ -193,7 +194,8 @@ typedef struct router_core_counters {
     uint64_t audit_unknown, audit_missing, audit_unstarted, audit_waits, audit_quarantined;
     uint64_t leases_refused, workers_registered, workers_refused, workers_lost;
     uint64_t tokens, tokens_dropped; /* dropped: duplicates, old epochs, other incarnations */
-    uint64_t prompt_tokens, cached_tokens, shipped_bytes;
+    uint64_t prompt_tokens, cached_tokens;
+    uint64_t shipped_bytes; /* KV that workers wrote to others while they were registered here */
     uint64_t refetches;     /* blocks that came wrong or not at all, asked for again */
     uint64_t seal_failures; /* and were not right then either */
     uint64_t index_gaps;
