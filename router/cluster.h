@@ -80,6 +80,11 @@ void router_cluster_remove(router_cluster *cluster, uint32_t slot);
 /* True when that incarnation ended here (one of the last ROUTER_DEAD_MAX). */
 bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation);
 
+/* The name of an incarnation: of one that is registered (*registered_out), or of one of the last
+ * ROUTER_DEAD_MAX that ended. NULL: never heard of. Borrowed from the cluster. */
+const char *router_cluster_name_of(const router_cluster *cluster, uint64_t incarnation,
+                                   bool *registered_out);
+
 /* Tells a worker once more of an incarnation that was given up. */
 void router_cluster_tell_gone(router_cluster *cluster, uint32_t slot, uint64_t incarnation);
 
