@@ -58,8 +58,11 @@ static const command commands[] = {
      SET_HELP
      "  --kv                  who holds which KV blocks, and whether it adds up\n"
      "  --json                one JSON object instead of a table\n"
-     "\nExit status 1 when the cluster does not run, or, with --kv, when a ledger does not\n"
-     "add up or the router's view and a worker's differ for more than a few seconds.\n"},
+     "\nExit status 0 when the cluster runs and its router answers; with --kv, when all that\n"
+     "could be read adds up, too. 1 when it does not run (or the file is wrong), or, with --kv,\n"
+     "when a ledger does not add up or the router's view and a worker's differ for more than\n"
+     "a few seconds. 2 when the arguments are wrong. 3 when it runs and its router does not\n"
+     "answer (or, with --kv, has no worker): how the workers are is not known then.\n"},
     {"check", run_check, "--file --set --effective --keys", "check a deployment, start nothing",
      SET_HELP "  --effective           print every value in effect, as YAML\n"
               "  --keys                print every key with its type, range, default and meaning\n"
@@ -145,15 +148,15 @@ static int run_down(const arguments *args)
 static int run_status(const arguments *args)
 {
     pd_deployment deployment;
-    bool running = false; /* and in balance, with --kv */
+    report_verdict verdict = REPORT_BAD;
     int rc = load(args, &deployment);
 
     if (rc != 0)
         return rc;
-    pd_status status = args->kv ? report_kv(&deployment, args->json, &running)
-                                : report_status(&deployment, args->json, &running);
+    pd_status status = args->kv ? report_kv(&deployment, args->json, &verdict)
+                                : report_status(&deployment, args->json, &verdict);
     pd_deployment_fini(&deployment);
-    return status == PD_OK && running ? 0 : 1;
+    return status == PD_OK ? (int)verdict : 1;
 }
 
 static int run_check(const arguments *args)

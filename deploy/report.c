@@ -3,47 +3,28 @@
 #include "common/base/clock.h"
 #include "common/base/json.h"
 #include "common/base/mem.h"
-#include "common/config/value.h"
-#include "deploy/http_get.h"
+#include "deploy/ask_router.h"
 #include "deploy/state.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#define ASK_TIMEOUT_MS 2000
-#define ANSWER_MAX     (4u << 20)
+#define JSON_MAX (8u << 20)
 
 typedef struct report {
     state s;
     bool running;           /* the supervisor lives */
     bool ready;             /* GET /ready is 200, now */
-    pd_json *answer;        /* of GET /workers, or NULL */
-    const pd_json *workers; /* the list inside, or NULL */
+    router_page page;       /* GET /workers */
+    const pd_json *workers; /* its list, or NULL */
+    char why[ASK_ROUTER_WHY_BYTES];
 } report;
 
-/* What the router says; its silence is a finding, not a failure. */
-static void ask_router(report *r)
+static void ask(report *r)
 {
-    char host[256];
-    pd_listen listen = {.text = r->s.listen, .host = host};
-    pd_scalar_why why;
-    pd_json_error error;
-    int code = 0;
-    pd_buf body;
-
-    if (pd_scalar_listen(r->s.listen, host, &listen.port, &listen.ipv6, &why) != PD_OK)
-        return;
-    pd_buf_init(&body, ANSWER_MAX);
-    r->ready = r->s.ready && http_get(&listen, "/ready", ASK_TIMEOUT_MS, &code, &body) == PD_OK &&
-               code == 200;
-    pd_buf_clear(&body);
-    if (http_get(&listen, "/workers", ASK_TIMEOUT_MS, &code, &body) == PD_OK && code == 200 &&
-        pd_json_parse(pd_buf_text(&body), body.len, &r->answer, &error) == PD_OK) {
-        const pd_json *workers = pd_json_get(r->answer, "workers");
-        if (workers != NULL && pd_json_type_of(workers) == PD_JSON_ARRAY)
-            r->workers = workers;
-    }
-    pd_buf_fini(&body);
+    r->ready = r->s.ready && ask_router_is_ok(&r->s, "/ready");
+    r->page = ask_router(&r->s, "/workers", "workers", r->why);
+    r->workers = r->page.list;
 }
 
 static const pd_json *worker_of(const report *r, const char *name)
@@ -125,6 +106,8 @@ static void print_table(const report *r)
 {
     printf("cluster %s: %s, http://%s, supervisor pid %d\n", r->s.cluster,
            r->ready ? "ready" : "not ready", r->s.listen, (int)r->s.supervisor.pid);
+    if (r->workers == NULL)
+        printf("%s\n", r->why);
     printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8s %-12s %-13s %-8s %s\n", "NAME", "ROLE", "PID",
            "PROCESS", "STATE", "UPTIME", "RESTARTS", "BACKEND", "KV FREE/TOTAL", "QUEUE MS",
            "LANES");
@@ -148,11 +131,15 @@ static pd_status print_json(const report *r)
     pd_status status;
     pd_buf buf;
 
-    pd_buf_init(&buf, 2 * ANSWER_MAX);
+    pd_buf_init(&buf, JSON_MAX);
     pd_buf_puts(&buf, "{");
     write_string(&buf, "cluster", r->s.cluster);
     write_string(&buf, "file", r->s.file);
     write_string(&buf, "listen", r->s.listen);
+    if (r->workers == NULL)
+        write_string(&buf, "router_silent", r->why);
+    else
+        pd_buf_puts(&buf, "\"router_silent\": null, ");
     pd_buf_printf(&buf, "\"running\": %s, \"ready\": %s, \"supervisor_pid\": %d, \"services\": [",
                   r->running ? "true" : "false", r->ready ? "true" : "false",
                   (int)r->s.supervisor.pid);
@@ -193,7 +180,7 @@ static void print_stopped(const pd_deployment *deployment, bool json)
         printf("cluster %s: not running\n", deployment->cluster);
 }
 
-pd_status report_status(const pd_deployment *deployment, bool json, bool *running_out)
+pd_status report_status(const pd_deployment *deployment, bool json, report_verdict *verdict_out)
 {
     report *r = pd_calloc(1, sizeof *r);
     char why[256] = "no memory";
@@ -203,11 +190,11 @@ pd_status report_status(const pd_deployment *deployment, bool json, bool *runnin
         r->running = state_process_alive(&r->s.supervisor);
     if (status == PD_E_NOT_FOUND || (status == PD_OK && !r->running)) {
         print_stopped(deployment, json); /* a file without its supervisor is what a crash left */
-        *running_out = false;
+        *verdict_out = REPORT_BAD;
         status = PD_OK;
     } else if (status == PD_OK) {
-        ask_router(r);
-        *running_out = true;
+        ask(r);
+        *verdict_out = r->workers != NULL ? REPORT_WELL : REPORT_UNKNOWN;
         if (json)
             status = print_json(r);
         else
@@ -216,7 +203,7 @@ pd_status report_status(const pd_deployment *deployment, bool json, bool *runnin
         fprintf(stderr, "kvferry: %s\n", why);
     }
     if (r != NULL)
-        pd_json_free(r->answer);
+        router_page_drop(&r->page);
     pd_free(r);
     return status;
 }

@@ -1,10 +1,8 @@
 #include "deploy/report_kv.h"
 
-#include "common/base/clock.h"
 #include "common/base/json.h"
 #include "common/base/mem.h"
-#include "common/config/value.h"
-#include "deploy/http_get.h"
+#include "deploy/ask_router.h"
 #include "deploy/state.h"
 
 #include <stdarg.h>
@@ -12,20 +10,20 @@
 #include <string.h>
 #include <time.h>
 
-#define ASK_TIMEOUT_MS 2000
-#define ANSWER_MAX     (4u << 20)
-#define LOOK_AGAIN_MS  2500 /* the router audits each worker every 2 s */
-#define LOOKS_MAX      3
-#define FAULTS_MAX     64
-#define FAULT_BYTES    256
+#define JSON_MAX      (16u << 20)
+#define LOOK_AGAIN_MS 2500 /* the router audits each worker every 2 s */
+#define LOOKS_MAX     3
+#define FAULTS_MAX    64
+#define FAULT_BYTES   256
 
 enum { FREE, CACHED, LEASED, RUNNING, QUARANTINED, PARTS };
 static const char *const part_names[PARTS] = {"free", "cached", "leased", "running", "quarantined"};
 
 /* What one look found. */
 typedef struct look {
-    pd_json *workers_answer, *audit_answer; /* or NULL */
-    const pd_json *workers, *audits;        /* the lists inside */
+    router_page workers_page, audits_page;
+    const pd_json *workers, *audits; /* their lists, or NULL */
+    char why[ASK_ROUTER_WHY_BYTES];  /* what the router does not say; "": it says all */
     uint32_t faults_count;
     char faults[FAULTS_MAX][FAULT_BYTES]; /* one line each, the same line at the next look */
 } look;
@@ -35,23 +33,7 @@ typedef struct kv_row {
     int64_t total, parts[PARTS], promised, suspended;
 } kv_row;
 
-/* ---- asking ---- */
-
-static const pd_json *ask(const pd_listen *listen, const char *path, const char *member,
-                          pd_json **answer_out)
-{
-    pd_json_error error;
-    const pd_json *list = NULL;
-    int code = 0;
-    pd_buf body;
-
-    pd_buf_init(&body, ANSWER_MAX);
-    if (http_get(listen, path, ASK_TIMEOUT_MS, &code, &body) == PD_OK && code == 200 &&
-        pd_json_parse(pd_buf_text(&body), body.len, answer_out, &error) == PD_OK)
-        list = pd_json_get(*answer_out, member);
-    pd_buf_fini(&body);
-    return list != NULL && pd_json_type_of(list) == PD_JSON_ARRAY ? list : NULL;
-}
+/* ---- reading ---- */
 
 static const char *text_of(const pd_json *object, const char *name)
 {
@@ -83,6 +65,14 @@ static const pd_json *named(const pd_json *list, const char *name)
     return NULL;
 }
 
+/* That worker has told the router what it holds; only then do they differ, or agree. */
+static bool reported(const pd_json *audit)
+{
+    const pd_json *value = audit != NULL ? pd_json_get(audit, "reported") : NULL;
+
+    return value != NULL && pd_json_type_of(value) == PD_JSON_BOOL && pd_json_bool(value);
+}
+
 static kv_row row_of(const look *l, const pd_json *worker)
 {
     const pd_json *ledger = pd_json_get(worker, "ledger");
@@ -110,6 +100,13 @@ static int64_t sum_of(const kv_row *row)
 
 /* ---- what is wrong ---- */
 
+/* A terminal is not to obey what came over a network. */
+static void replace_controls(char *text)
+{
+    for (; *text != '\0'; text++)
+        *text = (unsigned char)*text < 0x20 ? '?' : *text;
+}
+
 static void fault(look *l, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 static void fault(look *l, const char *format, ...)
@@ -122,8 +119,7 @@ static void fault(look *l, const char *format, ...)
     va_start(args, format);
     vsnprintf(line, FAULT_BYTES, format, args);
     va_end(args);
-    for (; *line != '\0'; line++)
-        *line = (unsigned char)*line < 0x20 ? '?' : *line;
+    replace_controls(line);
 }
 
 static void judge_worker(look *l, const pd_json *worker)
@@ -139,7 +135,7 @@ static void judge_worker(look *l, const pd_json *worker)
     if (idle && held > row.parts[QUARANTINED])
         fault(l, "%s: it has no request, and holds blocks for one", row.name);
     const pd_json *audit = named(l->audits, row.name);
-    if (audit == NULL)
+    if (!reported(audit))
         return;
     const pd_json *unknown = pd_json_get(audit, "unknown"), *missing;
     for (size_t i = 0; i < count_of(unknown); i++) {
@@ -158,20 +154,22 @@ static void judge_worker(look *l, const pd_json *worker)
     }
 }
 
-static void take_look(look *l, const pd_listen *listen)
+static void take_look(look *l, const state *s)
 {
-    l->workers = ask(listen, "/workers", "workers", &l->workers_answer);
-    l->audits = ask(listen, "/audit", "workers", &l->audit_answer);
+    l->workers_page = ask_router(s, "/workers", "workers", l->why);
+    l->workers = l->workers_page.list;
     if (l->workers == NULL)
-        fault(l, "the router does not answer GET /workers");
+        return;
+    l->audits_page = ask_router(s, "/audit", "workers", l->why);
+    l->audits = l->audits_page.list;
     for (size_t i = 0; i < count_of(l->workers); i++)
         judge_worker(l, pd_json_at(l->workers, i));
 }
 
 static void drop_look(look *l)
 {
-    pd_json_free(l->workers_answer);
-    pd_json_free(l->audit_answer);
+    router_page_drop(&l->workers_page);
+    router_page_drop(&l->audits_page);
     *l = (look){0};
 }
 
@@ -194,9 +192,9 @@ static void keep_lasting(look *l, const look *before)
 }
 
 /* Looks until nothing is wrong, or the same is for LOOKS_MAX looks. */
-static void look_well(look *l, look *before, const pd_listen *listen)
+static void look_well(look *l, look *before, const state *s)
 {
-    take_look(l, listen);
+    take_look(l, s);
     for (int i = 1; i < LOOKS_MAX && l->faults_count > 0 && l->workers != NULL; i++) {
         struct timespec pause = {.tv_sec = LOOK_AGAIN_MS / 1000,
                                  .tv_nsec = LOOK_AGAIN_MS % 1000 * 1000000L};
@@ -204,14 +202,22 @@ static void look_well(look *l, look *before, const pd_listen *listen)
         drop_look(before);
         memcpy(before, l, sizeof *l);
         *l = (look){0};
-        take_look(l, listen);
+        take_look(l, s);
         keep_lasting(l, before);
     }
 }
 
 /* ---- telling ---- */
 
-/* Incarnations by their workers' names where they have one. */
+/* By what was read: the rest is no fault, and no balance either. */
+static report_verdict verdict_of(const look *l)
+{
+    return l->faults_count > 0                              ? REPORT_BAD
+           : l->why[0] != '\0' || count_of(l->workers) == 0 ? REPORT_UNKNOWN
+                                                            : REPORT_WELL;
+}
+
+/* Whom that worker's quarantined blocks wait for, by name. */
 static void write_waits(const look *l, const char *name, char *out, size_t size)
 {
     const pd_json *audit = named(l->audits, name);
@@ -220,18 +226,15 @@ static void write_waits(const look *l, const char *name, char *out, size_t size)
 
     snprintf(out, size, "-");
     for (size_t i = 0; i < count_of(waits) && used + 1 < size; i++) {
-        const pd_json *value = pd_json_at(waits, i);
-        size_t len;
-        const char *who =
-            pd_json_type_of(value) == PD_JSON_STRING ? pd_json_string(value, &len) : "";
-        for (size_t k = 0; k < count_of(l->workers); k++) {
-            const pd_json *worker = pd_json_at(l->workers, k);
-            if (strcmp(text_of(worker, "incarnation"), who) == 0)
-                who = text_of(worker, "name");
-        }
-        int n = snprintf(out + used, size - used, "%s%s", used > 0 ? "," : "", who);
+        const pd_json *wait = pd_json_at(waits, i);
+        const char *who = text_of(wait, "name");
+        bool lives = strcmp(text_of(wait, "state"), "lives") == 0;
+        int n = snprintf(out + used, size - used, "%s%s%s", used > 0 ? ", " : "",
+                         who[0] != '\0' ? who : "gone (name unknown)",
+                         lives || who[0] == '\0' ? "" : " (gone)");
         used += n > 0 ? (size_t)n : 0;
     }
+    replace_controls(out);
 }
 
 static void print_row(const kv_row *row, const char *promised, const char *suspended,
@@ -243,10 +246,17 @@ static void print_row(const kv_row *row, const char *promised, const char *suspe
            (long long)row->parts[QUARANTINED], promised, suspended, waits);
 }
 
+static void write_number(char *out, size_t size, int64_t value, bool known)
+{
+    snprintf(out, size, "-");
+    if (known)
+        snprintf(out, size, "%lld", (long long)value);
+}
+
 static void print_workers(const look *l)
 {
     kv_row all = {.name = "sum", .role = ""};
-    char promised[24] = "-", suspended[24] = "-", waits[256];
+    char promised[24], suspended[24], waits[256];
 
     printf("%-12s %-8s %7s %7s %7s %7s %7s %11s %8s %9s  %s\n", "NAME", "ROLE", "TOTAL", "FREE",
            "CACHED", "LEASED", "RUNNING", "QUARANTINED", "PROMISED", "SUSPENDED", "WAITS FOR");
@@ -257,60 +267,103 @@ static void print_workers(const look *l)
         all.suspended += row.suspended;
         for (int part = 0; part < PARTS; part++)
             all.parts[part] += row.parts[part];
-        if (l->audits != NULL) {
-            snprintf(promised, sizeof promised, "%lld", (long long)row.promised);
-            snprintf(suspended, sizeof suspended, "%lld", (long long)row.suspended);
-        }
+        bool known = reported(named(l->audits, row.name));
+        write_number(promised, sizeof promised, row.promised, known);
+        write_number(suspended, sizeof suspended, row.suspended, known);
         write_waits(l, row.name, waits, sizeof waits);
         print_row(&row, promised, suspended, waits);
     }
-    if (l->audits != NULL) {
-        snprintf(promised, sizeof promised, "%lld", (long long)all.promised);
-        snprintf(suspended, sizeof suspended, "%lld", (long long)all.suspended);
-    }
+    write_number(promised, sizeof promised, all.promised, l->audits != NULL);
+    write_number(suspended, sizeof suspended, all.suspended, l->audits != NULL);
     print_row(&all, promised, suspended, "");
 }
 
-static void print_table(const state *s, const look *l)
+/* The names of those who have not reported, and of how many; "" and 0: all have. */
+static uint32_t write_silent(const look *l, char *out, size_t size)
 {
-    int64_t oldest_ms = 0;
+    uint32_t count = 0;
+    size_t used = 0;
 
-    printf("cluster %s, KV blocks:\n", s->cluster);
-    if (l->workers != NULL)
-        print_workers(l);
+    out[0] = '\0';
+    for (size_t i = 0; i < count_of(l->workers); i++) {
+        const char *name = text_of(pd_json_at(l->workers, i), "name");
+        if (reported(named(l->audits, name)))
+            continue;
+        count++;
+        if (used + 1 >= size)
+            continue;
+        int n = snprintf(out + used, size - used, "%s%s", used > 0 ? ", " : "", name);
+        used += n > 0 ? (size_t)n : 0;
+    }
+    replace_controls(out);
+    return count;
+}
+
+static void print_agreement(const look *l)
+{
+    char silent[256];
+    int64_t oldest_ms = 0;
+    uint32_t silent_count = write_silent(l, silent, sizeof silent);
+
     for (size_t i = 0; i < count_of(l->audits); i++) {
         int64_t age_ms = number_of(pd_json_at(l->audits, i), "age_ms");
         oldest_ms = age_ms > oldest_ms ? age_ms : oldest_ms;
     }
+    size_t asked = count_of(l->workers) - silent_count;
+    if (asked > 0)
+        printf("in balance; router and workers agree (%zu asked, the oldest answer %.1f s ago)\n",
+               asked, (double)oldest_ms / 1000);
+    else
+        printf("in balance, by the workers' ledgers alone\n");
+    if (silent_count > 0)
+        printf("no report yet to compare with the router's view: %s\n", silent);
+}
+
+static void print_table(const state *s, const look *l)
+{
+    printf("cluster %s, KV blocks:\n", s->cluster);
+    if (l->workers != NULL)
+        print_workers(l);
     for (uint32_t i = 0; i < l->faults_count; i++)
         printf("out of balance: %s\n", l->faults[i]);
-    if (l->faults_count == 0 && count_of(l->audits) > 0)
-        printf("in balance; router and workers agree (%zu asked, the oldest answer %.1f s ago)\n",
-               count_of(l->audits), (double)oldest_ms / 1000);
+    if (l->why[0] != '\0')
+        printf("not known: %s\n", l->why);
+    else if (count_of(l->workers) == 0)
+        printf("not known: no worker is registered with the router\n");
     else if (l->faults_count == 0)
-        printf("in balance; no worker has been audited yet\n");
+        print_agreement(l);
+}
+
+static void write_list(pd_buf *buf, const char *name, const pd_json *list)
+{
+    pd_buf_printf(buf, ", \"%s\": ", name);
+    if (list != NULL)
+        pd_json_dump(list, buf);
+    else
+        pd_buf_puts(buf, "null");
 }
 
 static void write_json(const state *s, const look *l, pd_buf *buf)
 {
+    static const char *const balanced[] = {
+        [REPORT_WELL] = "true", [REPORT_BAD] = "false", [REPORT_UNKNOWN] = "null"};
+
     pd_buf_puts(buf, "{\"cluster\": ");
     pd_json_write_string(buf, s->cluster, strlen(s->cluster));
-    pd_buf_printf(buf, ", \"running\": true, \"balanced\": %s, \"faults\": [",
-                  l->faults_count == 0 ? "true" : "false");
+    pd_buf_printf(
+        buf, ", \"running\": true, \"balanced\": %s, \"router_silent\": ", balanced[verdict_of(l)]);
+    if (l->why[0] != '\0')
+        pd_json_write_string(buf, l->why, strlen(l->why));
+    else
+        pd_buf_puts(buf, "null");
+    pd_buf_puts(buf, ", \"faults\": [");
     for (uint32_t i = 0; i < l->faults_count; i++) {
         pd_buf_puts(buf, i > 0 ? ", " : "");
         pd_json_write_string(buf, l->faults[i], strlen(l->faults[i]));
     }
-    pd_buf_puts(buf, "], \"workers\": ");
-    if (l->workers != NULL)
-        pd_json_dump(l->workers, buf);
-    else
-        pd_buf_puts(buf, "null");
-    pd_buf_puts(buf, ", \"audit\": ");
-    if (l->audits != NULL)
-        pd_json_dump(l->audits, buf);
-    else
-        pd_buf_puts(buf, "null");
+    pd_buf_puts(buf, "]");
+    write_list(buf, "workers", l->workers);
+    write_list(buf, "audit", l->audits);
     pd_buf_puts(buf, "}\n");
 }
 
@@ -318,7 +371,7 @@ static pd_status print_json(const state *s, const look *l)
 {
     pd_buf buf;
 
-    pd_buf_init(&buf, 4 * ANSWER_MAX);
+    pd_buf_init(&buf, JSON_MAX);
     write_json(s, l, &buf);
     pd_status status = pd_buf_status(&buf);
     if (status == PD_OK)
@@ -329,25 +382,17 @@ static pd_status print_json(const state *s, const look *l)
     return status;
 }
 
-static pd_status tell(const state *s, bool json, bool *balanced_out)
+static pd_status tell(const state *s, bool json, report_verdict *verdict_out)
 {
-    char host[256];
-    pd_listen listen = {.text = s->listen, .host = host};
-    pd_scalar_why why;
+    pd_status status = PD_OK;
     look *looks = pd_calloc(2, sizeof *looks);
 
     if (looks == NULL) {
         fprintf(stderr, "kvferry: no memory\n");
         return PD_E_NOMEM;
     }
-    pd_status status = pd_scalar_listen(s->listen, host, &listen.port, &listen.ipv6, &why);
-    if (status != PD_OK) {
-        fprintf(stderr, "kvferry: state.json: listen: %s\n", why.text);
-        pd_free(looks);
-        return status;
-    }
-    look_well(&looks[0], &looks[1], &listen);
-    *balanced_out = looks[0].faults_count == 0;
+    look_well(&looks[0], &looks[1], s);
+    *verdict_out = verdict_of(&looks[0]);
     if (json)
         status = print_json(s, &looks[0]);
     else
@@ -358,23 +403,24 @@ static pd_status tell(const state *s, bool json, bool *balanced_out)
     return status;
 }
 
-pd_status report_kv(const pd_deployment *deployment, bool json, bool *balanced_out)
+pd_status report_kv(const pd_deployment *deployment, bool json, report_verdict *verdict_out)
 {
     state *s = pd_calloc(1, sizeof *s);
     char why[256] = "no memory";
     pd_status status = s != NULL ? state_read(deployment->state_dir, s, why) : PD_E_NOMEM;
 
-    *balanced_out = false;
+    *verdict_out = REPORT_BAD;
     if (status == PD_E_NOT_FOUND || (status == PD_OK && !state_process_alive(&s->supervisor))) {
         if (json)
-            printf("{\"cluster\": \"%s\", \"running\": false, \"balanced\": false, \"faults\": [], "
-                   "\"workers\": null, \"audit\": null}\n",
+            printf("{\"cluster\": \"%s\", \"running\": false, \"balanced\": null, "
+                   "\"router_silent\": null, \"faults\": [], \"workers\": null, "
+                   "\"audit\": null}\n",
                    deployment->cluster); /* a label: needs no escapes */
         else
             printf("cluster %s: not running\n", deployment->cluster);
         status = PD_OK;
     } else if (status == PD_OK) {
-        status = tell(s, json, balanced_out);
+        status = tell(s, json, verdict_out);
     } else {
         fprintf(stderr, "kvferry: %s\n", why);
     }

@@ -30,6 +30,7 @@ void prefill_say_done(pd_role_core *core, const prefill_request *r)
     done->ship_bytes = r->ship_bytes;
     done->may_land = r->may_land;
     done->again = r->again;
+    done->shipped_bytes = core->counters.bytes_shipped;
     snprintf(done->reason, sizeof done->reason, "%s", r->reason);
     core->sink.send(core->sink.ctx, r->key.router, &message);
 }

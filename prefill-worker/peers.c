@@ -104,6 +104,7 @@ void prefill_peers_sent(pd_role_core *core, const pd_transfer_event *event, uint
     pd_request_key ticket = prefill_ticket_key(event->ticket);
     prefill_request *r = event->ticket == 0 ? NULL : pd_key_table_get(core->by_ticket, &ticket);
 
+    core->counters.bytes_shipped += event->bytes; /* what left, of one that failed too */
     if (r == NULL)
         return;
     r->sent++;
@@ -127,7 +128,6 @@ void prefill_peers_sent(pd_role_core *core, const pd_transfer_event *event, uint
     }
     r->ship_bytes += event->bytes;
     r->wire_ns += event->wire_ns;
-    core->counters.bytes_shipped += event->bytes;
     pd_cost_observe_ship(&core->cost, event->bytes, (double)event->wire_ns / 1e6);
     prefill_settle(core, r);
 }

@@ -15,7 +15,7 @@ enum {
     AGREE = 2,               /* answers in a row */
     AGREE_UNKNOWN = 5,       /* that name a worker of which this router has never heard */
     AUDIT_UNKNOWN_MAX = 256, /* keys remembered; the rest waits for the next answer */
-    AUDIT_WAITS_MAX = 16,
+    AUDIT_WAITS_MAX = ROUTER_AUDIT_WAITS_MAX / 2, /* who lives, and who does not */
 };
 
 /* Where an entry belongs in the router's view, as bits of router_request.audit_seen. */
@@ -35,6 +35,8 @@ typedef struct record {
     uint64_t waits[AUDIT_WAITS_MAX];      /* given up or unknown, of the last answer */
     uint8_t waits_times[AUDIT_WAITS_MAX]; /* in a row */
     uint32_t waits_count;
+    uint64_t lives[AUDIT_WAITS_MAX]; /* registered when it answered, and waited for too */
+    uint32_t lives_count;
 } record;
 
 struct router_audit {
@@ -326,10 +328,14 @@ static void take_waits(router_audit *audit, uint32_t slot, record *of,
     uint8_t times[AUDIT_WAITS_MAX];
     uint32_t count = 0;
     const router_worker *worker = &audit->o.cluster->workers[slot];
+    of->lives_count = 0;
     for (uint32_t i = 0; i < reply->waits_for_count && count < AUDIT_WAITS_MAX; i++) {
         uint64_t incarnation = reply->waits_for[i];
-        if (router_cluster_by_incarnation(audit->o.cluster, incarnation) != ROUTER_NO_WORKER)
-            continue; /* it lives */
+        if (router_cluster_by_incarnation(audit->o.cluster, incarnation) != ROUTER_NO_WORKER) {
+            if (of->lives_count < AUDIT_WAITS_MAX)
+                of->lives[of->lives_count++] = incarnation;
+            continue;
+        }
         waits[count] = incarnation;
         times[count] = waited(of, incarnation);
         /* Whoever lives says hello within a second. One that died while no router that knew it was
@@ -345,8 +351,7 @@ static void take_waits(router_audit *audit, uint32_t slot, record *of,
     }
     memcpy(of->waits, waits, count * sizeof waits[0]);
     memcpy(of->waits_times, times, count * sizeof times[0]);
-    of->waits_count = of->view.waits_count = count;
-    of->view.waits = of->waits;
+    of->waits_count = count;
 }
 
 void router_audit_on_reply(router_audit *audit, uint32_t slot, const pd_msg_audit_reply *reply,
@@ -372,18 +377,37 @@ void router_audit_on_reply(router_audit *audit, uint32_t slot, const pd_msg_audi
     of->answered_ns = now_ns;
 }
 
-bool router_audit_view_of(const router_audit *audit, uint32_t slot, uint64_t now_ns,
+static void show_wait(const router_cluster *cluster, uint64_t incarnation, router_audit_view *view)
+{
+    bool lives;
+    const char *name = router_cluster_name_of(cluster, incarnation, &lives);
+    view->waits[view->waits_count++] =
+        (router_audit_wait){.incarnation = incarnation,
+                            .state = lives          ? ROUTER_WAIT_LIVES
+                                     : name != NULL ? ROUTER_WAIT_GONE
+                                                    : ROUTER_WAIT_UNKNOWN,
+                            .name = name};
+    view->gone_count += !lives;
+}
+
+void router_audit_view_of(const router_audit *audit, uint32_t slot, uint64_t now_ns,
                           router_audit_view *view_out)
 {
     const record *of = audit->records[slot];
-    if (of == NULL || !of->answered)
-        return false;
     const router_worker *worker = &audit->o.cluster->workers[slot];
-    *view_out = of->view;
+    bool answered = of != NULL && of->answered;
+    *view_out = answered ? of->view : (router_audit_view){0};
     view_out->name = worker->hello.name;
     view_out->role = worker->hello.role;
     view_out->incarnation = worker->hello.incarnation;
+    view_out->answered = answered;
+    if (!answered)
+        return;
     view_out->age_ns = now_ns - of->answered_ns;
+    for (uint32_t i = 0; i < of->waits_count; i++)
+        show_wait(audit->o.cluster, of->waits[i], view_out);
+    for (uint32_t i = 0; i < of->lives_count; i++)
+        show_wait(audit->o.cluster, of->lives[i], view_out);
     for (uint32_t i = 0; i < audit->o.requests->slots_used; i++) {
         const router_request *r = &audit->o.requests->slots[i];
         bool misses = (r->prefill == slot && r->missed_prefill > 0) ||
@@ -395,5 +419,4 @@ bool router_audit_view_of(const router_audit *audit, uint32_t slot, uint64_t now
             view_out->missing[view_out->missing_count] = r->key.number;
         view_out->missing_count++;
     }
-    return true;
 }

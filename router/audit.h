@@ -38,6 +38,6 @@ void router_audit_on_tick(router_audit *audit, uint64_t now_ns);
 uint64_t router_audit_next_due(const router_audit *audit);
 void router_audit_on_reply(router_audit *audit, uint32_t slot, const pd_msg_audit_reply *reply,
                            uint64_t now_ns);
-/* False: that worker has not answered yet. */
-bool router_audit_view_of(const router_audit *audit, uint32_t slot, uint64_t now_ns,
+/* Of the worker in that slot, which is used; its pointers live until the next event. */
+void router_audit_view_of(const router_audit *audit, uint32_t slot, uint64_t now_ns,
                           router_audit_view *view_out);

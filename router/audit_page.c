@@ -18,12 +18,26 @@ static const char *const STATES[ROUTER_AUDIT_STATES] = {
 
 typedef struct page {
     pd_buf *out;
-    uint32_t count, differences;
+    uint32_t count, differences, not_reported;
 } page;
 
 static const char *state_name(uint32_t state)
 {
     return state < ROUTER_AUDIT_STATES && STATES[state] != NULL ? STATES[state] : "?";
+}
+
+static void write_wait(pd_buf *out, const router_audit_wait *wait, bool first)
+{
+    static const char *const states[] = {[ROUTER_WAIT_LIVES] = "lives",
+                                         [ROUTER_WAIT_GONE] = "gone",
+                                         [ROUTER_WAIT_UNKNOWN] = "unknown"};
+    pd_buf_printf(out, "%s{\"incarnation\":\"%016" PRIx64 "\",\"state\":\"%s\",\"name\":",
+                  first ? "" : ",", wait->incarnation, states[wait->state]);
+    if (wait->name != NULL)
+        pd_json_write_string(out, wait->name, strlen(wait->name));
+    else
+        pd_buf_puts(out, "null");
+    pd_buf_puts(out, "}");
 }
 
 static void write_differences(pd_buf *out, const router_audit_view *view)
@@ -42,7 +56,7 @@ static void write_differences(pd_buf *out, const router_audit_view *view)
         pd_buf_printf(out, "%s%" PRIu64, i > 0 ? "," : "", view->missing[i]);
     pd_buf_puts(out, "],\"waits_for\":[");
     for (uint32_t i = 0; i < view->waits_count; i++)
-        pd_buf_printf(out, "%s\"%016" PRIx64 "\"", i > 0 ? "," : "", view->waits[i]);
+        write_wait(out, &view->waits[i], i == 0);
     pd_buf_puts(out, "]");
 }
 
@@ -52,14 +66,21 @@ static void write_worker(void *ctx, const router_audit_view *view)
     pd_buf *out = p->out;
     const pd_ledger *l = &view->ledger;
     bool first = true;
-    p->differences += view->unknown_count + view->missing_count + view->waits_count;
+    p->differences += view->unknown_count + view->missing_count + view->gone_count;
     pd_buf_puts(out, p->count++ > 0 ? ",{\"name\":" : "{\"name\":");
     pd_json_write_string(out, view->name, strlen(view->name));
+    pd_buf_printf(out, ",\"role\":\"%s\",\"incarnation\":\"%016" PRIx64 "\",\"reported\":%s",
+                  view->role == PD_ROLE_PREFILL ? "prefill" : "decode", view->incarnation,
+                  view->answered ? "true" : "false");
+    if (!view->answered) {
+        p->not_reported++;
+        pd_buf_puts(out, ",\"note\":\"no report yet\"}");
+        return;
+    }
     pd_buf_printf(out,
-                  ",\"role\":\"%s\",\"incarnation\":\"%016" PRIx64 "\",\"age_ms\":%" PRIu64
+                  ",\"age_ms\":%" PRIu64
                   ",\"ledger\":{\"total\":%u,\"free\":%u,\"cached\":%u,\"leased\":%u,"
                   "\"running\":%u,\"quarantined\":%u},\"holds\":{",
-                  view->role == PD_ROLE_PREFILL ? "prefill" : "decode", view->incarnation,
                   (uint64_t)(view->age_ns / PD_NS_PER_MS), l->total, l->free, l->cached, l->leased,
                   l->running, l->quarantined);
     for (uint32_t i = 0; i < ROUTER_AUDIT_STATES; i++) {
@@ -79,7 +100,10 @@ void audit_page(const router_core *core, uint64_t now_ns, pd_buf *out)
     page p = {.out = out};
     pd_buf_puts(out, "{\"workers\":[");
     router_core_each_audit(core, now_ns, write_worker, &p);
-    pd_buf_printf(out, "],\"agree\":%s}", p.differences == 0 ? "true" : "false");
+    const char *agree = p.differences > 0                    ? "false"
+                        : p.not_reported > 0 || p.count == 0 ? "null"
+                                                             : "true";
+    pd_buf_printf(out, "],\"not_reported\":%u,\"agree\":%s}", p.not_reported, agree);
 }
 
 void audit_page_metrics(const router_core_counters *c, pd_buf *out)

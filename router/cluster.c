@@ -285,15 +285,28 @@ void router_cluster_remove(router_cluster *cluster, uint32_t slot)
     cluster->count--;
 }
 
+const char *router_cluster_name_of(const router_cluster *cluster, uint64_t incarnation,
+                                   bool *registered_out)
+{
+    uint32_t slot = router_cluster_by_incarnation(cluster, incarnation);
+    *registered_out = slot != ROUTER_NO_WORKER;
+    if (*registered_out)
+        return cluster->workers[slot].hello.name;
+    for (uint32_t i = 0; i < ROUTER_DEAD_MAX; i++) {
+        if (cluster->dead[i] == incarnation && cluster->dead_names[i][0] != '\0')
+            return cluster->dead_names[i];
+    }
+    return NULL;
+}
+
 void router_cluster_tell_gone(router_cluster *cluster, uint32_t slot, uint64_t incarnation)
 {
+    bool registered;
+    const char *name = router_cluster_name_of(cluster, incarnation, &registered);
     const router_worker *worker = &cluster->workers[slot];
     pd_message message = {.kind = PD_MSG_PEER_GONE, .peer_gone = {.incarnation = incarnation}};
-    snprintf(message.peer_gone.name, sizeof message.peer_gone.name, "unknown");
-    for (uint32_t i = 0; i < ROUTER_DEAD_MAX; i++) {
-        if (cluster->dead[i] == incarnation)
-            memcpy(message.peer_gone.name, cluster->dead_names[i], sizeof message.peer_gone.name);
-    }
+    snprintf(message.peer_gone.name, sizeof message.peer_gone.name, "%s",
+             name != NULL ? name : "unknown");
     if (!send(cluster, worker->identity, &message))
         pd_log_debug("msg=\"a peer's end could not be announced\" worker=%s", worker->hello.name);
 }
@@ -372,7 +385,13 @@ void router_cluster_report(router_cluster *cluster, uint32_t slot,
     if (heartbeat->incarnation != worker->hello.incarnation)
         return;
     bool was_ready = router_worker_ready(worker);
+    uint64_t shipped_bytes = worker->report.counts.shipped_bytes;
     worker->report = *heartbeat;
+    if (worker->counts_known) {
+        worker->report.counts.shipped_bytes = shipped_bytes;
+        router_cluster_shipped(cluster, slot, heartbeat->counts.shipped_bytes);
+    }
+    worker->counts_known = true; /* before the first, it shipped for a router before this one */
     if (!isfinite(worker->report.queue_ms) || worker->report.queue_ms < 0)
         worker->report.queue_ms = 0;
     worker->report_ns = now_ns == 0 ? 1 : now_ns;
@@ -380,6 +399,15 @@ void router_cluster_report(router_cluster *cluster, uint32_t slot,
     if (router_worker_ready(worker) != was_ready)
         pd_log_info("msg=\"worker %s\" worker=%s", was_ready ? "takes no new work" : "is ready",
                     worker->hello.name);
+}
+
+void router_cluster_shipped(router_cluster *cluster, uint32_t slot, uint64_t bytes)
+{
+    uint64_t *known = &cluster->workers[slot].report.counts.shipped_bytes;
+    if (!cluster->workers[slot].counts_known || bytes <= *known)
+        return;
+    cluster->shipped_bytes += bytes - *known;
+    *known = bytes;
 }
 
 static void refuse_fenced(router_cluster *cluster, const router_worker *peer,

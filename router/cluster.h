@@ -30,6 +30,7 @@ typedef struct router_worker {
     uint64_t heard_ns;  /* any message */
     uint64_t report_ns; /* last heartbeat; 0 none yet */
     uint64_t dead_ns;   /* its process has ended: given up then; 0: not that this router knows */
+    bool counts_known;  /* a heartbeat of this incarnation has come, in whatever session */
     uint64_t cut_ns;    /* its connection ended then: a hint until the next heartbeat; 0: none */
     pd_msg_heartbeat report;
     /* what this router sent and has not seen the end of */
@@ -54,6 +55,7 @@ typedef struct router_cluster {
     uint64_t beat_ns;    /* next heartbeat to the workers */
     uint64_t absent_ns;  /* until then a cut connection may be this router's own doing */
     uint64_t registered, refused, lost;
+    uint64_t shipped_bytes; /* by all workers that are or were registered, since they were */
     uint64_t dead[ROUTER_DEAD_MAX]; /* incarnations that ended, a ring */
     char dead_names[ROUTER_DEAD_MAX][PD_NAME_BYTES];
     uint32_t dead_next;
@@ -78,6 +80,11 @@ void router_cluster_remove(router_cluster *cluster, uint32_t slot);
 /* True when that incarnation ended here (one of the last ROUTER_DEAD_MAX). */
 bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation);
 
+/* The name of an incarnation: of one that is registered (*registered_out), or of one of the last
+ * ROUTER_DEAD_MAX that ended. NULL: never heard of. Borrowed from the cluster. */
+const char *router_cluster_name_of(const router_cluster *cluster, uint64_t incarnation,
+                                   bool *registered_out);
+
 /* Tells a worker once more of an incarnation that was given up. */
 void router_cluster_tell_gone(router_cluster *cluster, uint32_t slot, uint64_t incarnation);
 
@@ -89,6 +96,9 @@ uint32_t router_cluster_by_name(const router_cluster *cluster, const char *name,
 /* A heartbeat came; the caller has found the slot. */
 void router_cluster_report(router_cluster *cluster, uint32_t slot,
                            const pd_msg_heartbeat *heartbeat, uint64_t now_ns);
+/* What that worker has shipped in all, as it says itself: no message about a request is needed to
+ * count what left for it, and none that is lost, late or of an attempt that is over is missed. */
+void router_cluster_shipped(router_cluster *cluster, uint32_t slot, uint64_t bytes);
 /* From a prefill worker: its link. From a decode worker: a peer that it has fenced off, which is
  * told to come anew. */
 void router_cluster_on_link(router_cluster *cluster, uint32_t slot, const pd_msg_link *link,

@@ -243,6 +243,7 @@ static void on_control(router_core *core, const char *from, const pd_message *me
         router_requests_on_lease_reply(core->requests, slot, &message->lease_reply, now_ns);
         break;
     case PD_MSG_PREFILL_DONE:
+        router_cluster_shipped(core->cluster, slot, message->prefill_done.shipped_bytes);
         router_requests_on_prefill_done(core->requests, slot, &message->prefill_done, now_ns);
         break;
     case PD_MSG_PREFILL_STARTED:
@@ -258,6 +259,7 @@ static void on_control(router_core *core, const char *from, const pd_message *me
         router_requests_on_suspended(core->requests, slot, &message->suspended, now_ns);
         break;
     case PD_MSG_SHIP_DONE:
+        router_cluster_shipped(core->cluster, slot, message->ship_done.shipped_bytes);
         router_requests_on_ship_done(core->requests, slot, &message->ship_done, now_ns);
         break;
     case PD_MSG_AUDIT_REPLY:
@@ -425,8 +427,8 @@ void router_core_each_audit(const router_core *core, uint64_t now_ns,
     for (uint32_t i = 0; i < count; i++) {
         router_audit_view view;
         uint32_t slot = (uint32_t)(sorted[i] - core->cluster->workers);
-        if (router_audit_view_of(core->audit, slot, now_ns, &view))
-            fn(ctx, &view);
+        router_audit_view_of(core->audit, slot, now_ns, &view);
+        fn(ctx, &view);
     }
 }
 
@@ -464,6 +466,7 @@ void router_core_each_worker(const router_core *core, uint64_t now_ns,
             .index_blocks = router_index_blocks(core->index, slot),
             .index_synced = router_index_synced(core->index, slot),
             .heartbeat_age_ns = now_ns - heard_ns,
+            .counts = worker->report.counts,
         };
         describe_lanes(cluster, slot, view.lanes, sizeof view.lanes);
         fn(ctx, &view);
@@ -476,6 +479,7 @@ router_core_counters router_core_counters_of(const router_core *core)
     counters.workers_registered = core->cluster->registered;
     counters.workers_refused = core->cluster->refused;
     counters.workers_lost = core->cluster->lost;
+    counters.shipped_bytes = core->cluster->shipped_bytes;
     counters.index_gaps = router_index_counters_of(core->index).gaps;
     counters.queued = router_requests_queued(core->requests);
     return counters;

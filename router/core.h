@@ -161,7 +161,8 @@ typedef struct router_worker_view {
     uint32_t index_blocks;               /* that the index knows there */
     bool index_synced;
     uint64_t heartbeat_age_ns;
-    char lanes[128]; /* "decode-0=posix+cma decode-1=tcp" */
+    pd_worker_counts counts; /* its own, since its incarnation began */
+    char lanes[128];         /* "decode-0=posix+cma decode-1=tcp" */
 } router_worker_view;
 /* Calls fn for every registered worker, ordered by name. */
 void router_core_each_worker(const router_core *core, uint64_t now_ns,
@@ -193,7 +194,8 @@ typedef struct router_core_counters {
     uint64_t audit_unknown, audit_missing, audit_unstarted, audit_waits, audit_quarantined;
     uint64_t leases_refused, workers_registered, workers_refused, workers_lost;
     uint64_t tokens, tokens_dropped; /* dropped: duplicates, old epochs, other incarnations */
-    uint64_t prompt_tokens, cached_tokens, shipped_bytes;
+    uint64_t prompt_tokens, cached_tokens;
+    uint64_t shipped_bytes; /* KV that workers wrote to others while they were registered here */
     uint64_t refetches;     /* blocks that came wrong or not at all, asked for again */
     uint64_t seal_failures; /* and were not right then either */
     uint64_t index_gaps;
@@ -204,13 +206,28 @@ router_core_counters router_core_counters_of(const router_core *core);
 /* How often each row of router/lifecycle.h's table was taken, in its order. */
 const uint64_t *router_core_transitions(const router_core *core, uint32_t *count_out);
 
+/* Whom quarantined blocks wait for: it may still write into them. */
+typedef enum router_wait_state {
+    ROUTER_WAIT_LIVES,   /* registered here: its last word, or its end, is to come */
+    ROUTER_WAIT_GONE,    /* given up here; it may stand still and go on one day */
+    ROUTER_WAIT_UNKNOWN, /* never registered here, or so long ago that it is forgotten */
+} router_wait_state;
+typedef struct router_audit_wait {
+    uint64_t incarnation;
+    router_wait_state state;
+    const char *name; /* NULL: unknown */
+} router_audit_wait;
+
 /* What a worker said last that it holds for this router, beside what the router counts on. */
 #define ROUTER_AUDIT_STATES      11 /* by pd_audit_state */
 #define ROUTER_AUDIT_MISSING_MAX 32
+#define ROUTER_AUDIT_WAITS_MAX   32
 typedef struct router_audit_view {
     const char *name;
     pd_role role;
-    uint64_t incarnation, age_ns;
+    uint64_t incarnation;
+    bool answered; /* in its present session; false: all below is empty, and says nothing */
+    uint64_t age_ns;
     pd_ledger ledger;
     uint32_t states[ROUTER_AUDIT_STATES];
     uint32_t expected_prefill, expected_decode; /* requests that were there when it was asked */
@@ -218,10 +235,11 @@ typedef struct router_audit_view {
     uint32_t unknown_count;
     uint64_t missing[ROUTER_AUDIT_MISSING_MAX]; /* numbers of requests counted on, not there */
     uint32_t missing_count;
-    const uint64_t *waits; /* given up incarnations that blocks there wait for */
-    uint32_t waits_count;
+    router_audit_wait waits[ROUTER_AUDIT_WAITS_MAX]; /* those who do not live first */
+    uint32_t waits_count;                            /* in waits */
+    uint32_t gone_count;                             /* of these, not ROUTER_WAIT_LIVES */
 } router_audit_view;
-/* Calls fn for every worker that has answered, ordered by name. */
+/* Calls fn for every registered worker, ordered by name. */
 void router_core_each_audit(const router_core *core, uint64_t now_ns,
                             void (*fn)(void *ctx, const router_audit_view *view), void *ctx);
 /* How many cached prompt tokens a running request has, as far as known; for usage when a stop

@@ -30,6 +30,7 @@ typedef struct connection {
     int fd;
     bool watched;
     bool ended;             /* the client sends nothing more */
+    bool spaced;            /* the target of the request being read has a space in it */
     uint64_t due_ns;        /* its next request must be here then; UINT64_MAX: none is awaited */
     http_exchange *current; /* NULL between requests */
 } connection;
@@ -353,6 +354,7 @@ static void tell_too_large(http_exchange *exchange)
 typedef struct framing {
     const char *length;
     bool chunked, unclear;
+    uint32_t hosts;
 } framing;
 
 static enum MHD_Result read_framing(void *ctx, enum MHD_ValueKind kind, const char *name,
@@ -367,17 +369,10 @@ static enum MHD_Result read_framing(void *ctx, enum MHD_ValueKind kind, const ch
     } else if (strcasecmp(name, "Transfer-Encoding") == 0) {
         found->unclear |= found->chunked || strcasecmp(value, "chunked") != 0;
         found->chunked = true;
+    } else if (strcasecmp(name, "Host") == 0) {
+        found->hosts++;
     }
     return MHD_YES;
-}
-
-/* Where a body ends must not be a matter of opinion: a proxy before us that takes the other header
- * for true would hand us one client's bytes as another's request. */
-static bool length_is_unclear(const http_exchange *exchange)
-{
-    framing found = {0};
-    MHD_get_connection_values(exchange->mhd, MHD_HEADER_KIND, read_framing, &found);
-    return found.unclear || (found.chunked && found.length != NULL);
 }
 
 /* A length that is over the limit is refused before a byte of the body is read. */
@@ -388,6 +383,27 @@ static bool announces_too_much(const http_exchange *exchange)
     if (text == NULL || sscanf(text, "%llu", &len) != 1)
         return false; /* the library has checked the form */
     return len > exchange->server->options.body_bytes_max;
+}
+
+/* The header is here. Where a body ends must not be a matter of opinion: a proxy before us that
+ * takes the other header for true would hand us one client's bytes as another's request. Host and
+ * target are checked here and not by the library, whose own refusals are HTML (and the one for a
+ * missing host says its header twice). */
+static enum MHD_Result begin(http_exchange *exchange, const char *version)
+{
+    framing found = {0};
+    bool needs_host = strcmp(version, MHD_HTTP_VERSION_1_0) != 0;
+    MHD_get_connection_values(exchange->mhd, MHD_HEADER_KIND, read_framing, &found);
+    if (found.unclear || (found.chunked && found.length != NULL))
+        return refuse(exchange, MHD_HTTP_BAD_REQUEST, "unclear_length",
+                      "Content-Length and Transfer-Encoding contradict each other");
+    if (found.hosts > 1 || (needs_host && found.hosts == 0))
+        return refuse(exchange, MHD_HTTP_BAD_REQUEST, "unclear_host",
+                      found.hosts > 1 ? "more than one Host header" : "no Host header");
+    if (exchange->peer != NULL && exchange->peer->spaced)
+        return refuse(exchange, MHD_HTTP_BAD_REQUEST, "bad_target",
+                      "a space in the request's target: write %20");
+    return announces_too_much(exchange) ? refuse_too_large(exchange) : MHD_YES;
 }
 
 static void take_body(http_exchange *exchange, const char *bytes, size_t len)
@@ -435,16 +451,12 @@ static enum MHD_Result on_access(void *ctx, struct MHD_Connection *mhd, const ch
 {
     http_server *server = ctx;
     http_exchange *exchange = *slot;
-    (void)version;
     if (exchange == NULL) {
         exchange = exchange_new(server, mhd, url, method);
         if (exchange == NULL)
             return MHD_NO;
         *slot = exchange;
-        if (length_is_unclear(exchange))
-            return refuse(exchange, MHD_HTTP_BAD_REQUEST, "unclear_length",
-                          "Content-Length and Transfer-Encoding contradict each other");
-        return announces_too_much(exchange) ? refuse_too_large(exchange) : MHD_YES;
+        return begin(exchange, version);
     }
     if (exchange->gone)
         return MHD_NO;
@@ -709,6 +721,18 @@ __attribute__((format(printf, 2, 0))) static void on_log(void *ctx, const char *
     pd_log_debug("msg=\"http: %s\"", text);
 }
 
+/* The target as it came. What is returned becomes the exchange's slot, which is empty yet. */
+static void *on_target(void *ctx, const char *target, struct MHD_Connection *mhd)
+{
+    const union MHD_ConnectionInfo *info =
+        MHD_get_connection_info(mhd, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    connection *peer = info == NULL ? NULL : info->socket_context;
+    (void)ctx;
+    if (peer != NULL)
+        peer->spaced = strchr(target, ' ') != NULL;
+    return NULL;
+}
+
 static int hex_digit(char c)
 {
     return c >= '0' && c <= '9'   ? c - '0'
@@ -747,8 +771,8 @@ static pd_status start_daemon(http_server *server)
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, options->header_bytes_max + MEMORY_BESIDE_HEADERS,
         MHD_OPTION_CONNECTION_TIMEOUT, options->idle_timeout_s, MHD_OPTION_NOTIFY_COMPLETED,
         on_completed, server, MHD_OPTION_NOTIFY_CONNECTION, on_connection, server,
-        MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_UNESCAPE_CALLBACK, on_unescape, NULL,
-        MHD_OPTION_END);
+        MHD_OPTION_STRICT_FOR_CLIENT, 0, MHD_OPTION_URI_LOG_CALLBACK, on_target, NULL,
+        MHD_OPTION_UNESCAPE_CALLBACK, on_unescape, NULL, MHD_OPTION_END);
     if (server->daemon == NULL) {
         pd_log_error("msg=\"http: the server does not start: %m\"");
         return PD_E_IO;

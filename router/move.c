@@ -297,7 +297,6 @@ void router_move_on_done(router_requests *t, router_request *r, uint32_t slot,
         return;
     r->move.open = false;
     r->move.may_land = done->may_land;
-    t->o.counters->shipped_bytes += done->ship_bytes;
     if (done->status != PD_OK)
         router_move_failed(
             t, r, done->reason[0] == '\0' ? pd_status_name(done->status) : done->reason, now_ns);

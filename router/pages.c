@@ -6,6 +6,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <stddef.h>
 #include <string.h>
 
 static void write_text(pd_buf *out, const char *text)
@@ -62,11 +63,13 @@ static void write_worker(void *ctx, const router_worker_view *view)
     pd_buf_printf(out,
                   ",\"queue_ms\":%.3f,\"running\":%u,\"waiting\":%u,\"inflight\":%u,"
                   "\"index_blocks\":%u,\"index_synced\":%s,\"pid\":%" PRId64
-                  ",\"heartbeat_age_ms\":%" PRIu64 "}",
+                  ",\"heartbeat_age_ms\":%" PRIu64 ",\"shipped_bytes\":%" PRIu64
+                  ",\"suspended\":%" PRIu64 ",\"moved\":%" PRIu64 ",\"stalled\":%" PRIu64 "}",
                   isfinite(view->queue_ms) ? (double)view->queue_ms : 0, view->running,
                   view->waiting, view->inflight, view->index_blocks,
                   view->index_synced ? "true" : "false", view->pid,
-                  (uint64_t)(view->heartbeat_age_ns / PD_NS_PER_MS));
+                  (uint64_t)(view->heartbeat_age_ns / PD_NS_PER_MS), view->counts.shipped_bytes,
+                  view->counts.suspended, view->counts.moved, view->counts.stalled);
 }
 
 void pages_workers(const router_core *core, uint64_t now_ns, pd_buf *out)
@@ -144,6 +147,49 @@ static void write_queue(void *ctx, const router_worker_view *view)
                             (double)view->queue_ms / 1000);
 }
 
+/* A worker's own counters, since it was started. Only a decode worker has sequences. */
+typedef struct worker_counter {
+    const char *name, *help;
+    size_t at; /* in pd_worker_counts */
+    bool decode_only;
+} worker_counter;
+
+static const worker_counter worker_counters[] = {
+    {"kvferry_worker_shipped_bytes_total", "KV bytes that a worker wrote to others.",
+     offsetof(pd_worker_counts, shipped_bytes), false},
+    {"kvferry_worker_suspended_total", "Sequences that a decode worker had no room for.",
+     offsetof(pd_worker_counts, suspended), true},
+    {"kvferry_worker_moved_total", "Of these, moved with their KV to another decode worker.",
+     offsetof(pd_worker_counts, moved), true},
+    {"kvferry_worker_stalled_total",
+     "Sequences that a decode worker left out of a step for want of a block, each time.",
+     offsetof(pd_worker_counts, stalled), true},
+};
+
+typedef struct counter_page {
+    pd_buf *out;
+    const worker_counter *counter;
+} counter_page;
+
+static void write_worker_counter(void *ctx, const router_worker_view *view)
+{
+    const counter_page *page = ctx;
+    pd_metric_label label = {"worker", view->name};
+    uint64_t value;
+    memcpy(&value, (const char *)&view->counts + page->counter->at, sizeof value);
+    if (view->role == PD_ROLE_DECODE || !page->counter->decode_only)
+        pd_metrics_write_sample(page->out, page->counter->name, &label, 1, (double)value);
+}
+
+static void write_worker_counters(const router_core *core, uint64_t now_ns, pd_buf *out)
+{
+    for (size_t i = 0; i < sizeof worker_counters / sizeof worker_counters[0]; i++) {
+        counter_page page = {.out = out, .counter = &worker_counters[i]};
+        pd_metrics_write_head(out, PD_METRIC_COUNTER, page.counter->name, page.counter->help);
+        router_core_each_worker(core, now_ns, write_worker_counter, &page);
+    }
+}
+
 static void gauge(pd_buf *out, const char *name, const char *help, const pd_metric_label *label,
                   double value)
 {
@@ -182,7 +228,8 @@ static void write_core(const router_core_counters *c, pd_buf *out)
     counter(out, "kvferry_workers_lost_total", "Workers given up.", NULL, c->workers_lost);
     counter(out, "kvferry_tokens_dropped_total",
             "Tokens of earlier attempts or incarnations, and duplicates.", NULL, c->tokens_dropped);
-    counter(out, "kvferry_shipped_bytes_total", "KV bytes that prefill workers shipped.", NULL,
+    counter(out, "kvferry_shipped_bytes_total",
+            "KV bytes that workers wrote to others, for whatever came of it.", NULL,
             c->shipped_bytes);
     counter(out, "kvferry_index_gaps_total", "Gaps in workers' KV events.", NULL, c->index_gaps);
     gauge(out, "kvferry_requests_queued", "Requests waiting in the router.", NULL, c->queued);
@@ -227,6 +274,7 @@ void pages_metrics(const router_core *core, const char *model, uint32_t connecti
     pd_metrics_write_head(out, PD_METRIC_GAUGE, "kvferry_worker_queue_seconds",
                           "Predicted time of the work before a worker.");
     router_core_each_worker(core, now_ns, write_queue, &sums);
+    write_worker_counters(core, now_ns, out);
 }
 
 void pages_bus(const pd_bus_counters *counters, pd_buf *out)

@@ -210,7 +210,6 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
         return true; /* said before it heard that it is to ship once more */
     r->pull.open = false;
     r->pull.may_land = done->may_land;
-    t->o.counters->shipped_bytes += done->ship_bytes;
     if (done->status == PD_OK && done->ship_bytes > 0)
         pd_cost_observe_ship(&t->cost, done->ship_bytes, done->ship_ms);
     if (done->status != PD_OK) {

@@ -480,7 +480,6 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     r->prefill_open = false;
     r->prefill_holds = r->prefill_holds && done->status == PD_OK;
     r->writer_lost = done->may_land; /* a cut socket's bytes come later than this word */
-    t->o.counters->shipped_bytes += done->ship_bytes;
     if (!r->cached_known && r->base_index == 0 && done->cached_tokens < r->prompt_tokens) {
         r->cached_known = done->status == PD_OK;
         r->cached_tokens = done->cached_tokens;

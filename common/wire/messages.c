@@ -228,6 +228,10 @@ static pd_status pack_heartbeat(packing *pack, const pd_msg_heartbeat *in)
     out->events_sequence = in->events_sequence;
     out->warm = in->warm;
     out->draining = in->draining;
+    out->shipped_bytes = in->counts.shipped_bytes;
+    out->suspended = in->counts.suspended;
+    out->moved = in->counts.moved;
+    out->stalled = in->counts.stalled;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_HEARTBEAT;
     pack->envelope.heartbeat = out;
     return PD_OK;
@@ -279,6 +283,7 @@ static pd_status pack_prefill_done(packing *pack, const pd_msg_prefill_done *in)
     out->reason = text(in->reason);
     out->may_land = in->may_land;
     out->again = in->again;
+    out->shipped_bytes = in->shipped_bytes;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_PREFILL_DONE;
     pack->envelope.prefill_done = out;
     return PD_OK;
@@ -488,6 +493,7 @@ static pd_status pack_ship_done(packing *pack, const pd_msg_ship_done *in)
     out->reason = text(in->reason);
     out->may_land = in->may_land;
     out->again = in->again;
+    out->shipped_bytes = in->shipped_bytes;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_SHIP_DONE;
     pack->envelope.ship_done = out;
     return PD_OK;

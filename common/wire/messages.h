@@ -92,6 +92,14 @@ typedef struct pd_msg_hello {
     uint32_t session;
 } pd_msg_hello;
 
+/* What a worker has counted since its incarnation began, for metrics. */
+typedef struct pd_worker_counts {
+    uint64_t shipped_bytes; /* of KV that it has written to others, for whatever came of it */
+    uint64_t suspended;     /* sequences it had no room for, and of these */
+    uint64_t moved;         /* those that went on elsewhere with their KV */
+    uint64_t stalled;       /* sequences left out of a step for want of a block, each time */
+} pd_worker_counts;
+
 typedef struct pd_msg_heartbeat {
     uint64_t incarnation;
     uint32_t role_epoch;
@@ -103,6 +111,7 @@ typedef struct pd_msg_heartbeat {
     uint64_t events_sequence; /* of the last KV event sent */
     bool warm;                /* weights loaded, one forward run */
     bool draining;
+    pd_worker_counts counts;
 } pd_msg_heartbeat;
 
 /* A prefill worker's data link to a decode worker came up or went down. */
@@ -138,7 +147,8 @@ typedef struct pd_msg_prefill_done {
     /* Its link was cut after it had begun to write: what a socket holds may still land, and the
      * decode worker has had no last word. False with every other end, whatever its status. */
     bool may_land;
-    uint32_t again; /* how many PD_MSG_SHIP_AGAIN of this key came before this word */
+    uint32_t again;         /* how many PD_MSG_SHIP_AGAIN of this key came before this word */
+    uint64_t shipped_bytes; /* as in pd_worker_counts: the sum over all keys */
 } pd_msg_prefill_done;
 
 /* The first step of a prompt is about to run: its lease is to be bound. Said again until
@@ -185,6 +195,7 @@ typedef struct pd_msg_ship_done {
     char reason[PD_REASON_BYTES];
     bool may_land;
     uint32_t again;
+    uint64_t shipped_bytes;
 } pd_msg_ship_done;
 
 typedef enum pd_audit_state {

@@ -199,6 +199,10 @@ static void take_heartbeat(unpacking *un, const Kvw__Heartbeat *in, pd_msg_heart
     out->events_sequence = in->events_sequence;
     out->warm = in->warm;
     out->draining = in->draining;
+    out->counts = (pd_worker_counts){.shipped_bytes = in->shipped_bytes,
+                                     .suspended = in->suspended,
+                                     .moved = in->moved,
+                                     .stalled = in->stalled};
 }
 
 static void take_link(unpacking *un, const Kvw__Link *in, pd_msg_link *out)
@@ -235,6 +239,7 @@ static void take_prefill_done(unpacking *un, const Kvw__PrefillDone *in, pd_msg_
     take_text(un, in->reason, out->reason, sizeof out->reason, true, "reason is too long");
     out->may_land = in->may_land;
     out->again = in->again;
+    out->shipped_bytes = in->shipped_bytes;
 }
 
 static void take_prefill_started(unpacking *un, const Kvw__PrefillStarted *in,
@@ -274,6 +279,7 @@ static void take_ship_done(unpacking *un, const Kvw__ShipDone *in, pd_msg_ship_d
     take_text(un, in->reason, out->reason, sizeof out->reason, true, "reason is too long");
     out->may_land = in->may_land;
     out->again = in->again;
+    out->shipped_bytes = in->shipped_bytes;
 }
 
 static void take_audit_reply(unpacking *un, const Kvw__AuditReply *in, pd_msg_audit_reply *out)

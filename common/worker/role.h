@@ -65,7 +65,8 @@ typedef struct pd_role_counters {
     uint64_t requests, finished, cancelled, failed, refused;
     uint64_t steps, tokens_computed, tokens_cached;
     uint64_t notices_ignored; /* late, duplicate, of another incarnation or ill-fitting */
-    uint64_t blocks_shipped, bytes_shipped;
+    uint64_t blocks_shipped;
+    uint64_t bytes_shipped; /* that left, whatever came of their shipment */
     uint64_t routers_lost;
     uint64_t suspended; /* sequences whose router was told that there is no room for them */
     uint64_t moved;     /* of these, released after their blocks were shipped */
@@ -111,3 +112,7 @@ typedef struct pd_role_ops {
     /* What measured steps and transfers are learnt into. */
     const pd_cost *(*cost)(const pd_role_core *core);
 } pd_role_ops;
+
+/* All of a heartbeat that a core knows: what ops->heartbeat fills, and what it has counted. */
+void pd_role_heartbeat(const pd_role_ops *ops, const pd_role_core *core,
+                       pd_msg_heartbeat *heartbeat);

@@ -210,7 +210,7 @@ static void say_heartbeat(worker *w)
 {
     pd_message message = {.kind = PD_MSG_HEARTBEAT};
 
-    w->ops->heartbeat(w->core, &message.heartbeat);
+    pd_role_heartbeat(w->ops, w->core, &message.heartbeat);
     message.heartbeat.incarnation = w->setup.incarnation;
     message.heartbeat.role_epoch = 1;
     message.heartbeat.warm = w->warm;

@@ -102,6 +102,7 @@ static void say_done(pd_source *source, const pd_source_ship *ship)
     done->ship_bytes = ship->bytes;
     done->may_land = ship->may_land;
     done->again = ship->again;
+    done->shipped_bytes = source->o.counters->bytes_shipped;
     snprintf(done->reason, sizeof done->reason, "%s", ship->reason);
     source->o.sink->send(source->o.sink->ctx, ship->key.router, &message);
 }
@@ -721,6 +722,7 @@ bool pd_source_on_sent(pd_source *source, const pd_transfer_event *event, uint64
 {
     if ((event->ticket & PD_SOURCE_TICKET) == 0)
         return false;
+    source->o.counters->bytes_shipped += event->bytes; /* what left, of one that failed too */
     pd_source_ship *ship = source->head;
     while (ship != NULL && ship->ticket != event->ticket)
         ship = ship->next;
@@ -737,7 +739,6 @@ bool pd_source_on_sent(pd_source *source, const pd_transfer_event *event, uint64
     }
     ship->bytes += event->bytes;
     ship->wire_ns += event->wire_ns;
-    source->o.counters->bytes_shipped += event->bytes;
     pd_cost_observe_ship(source->o.cost, event->bytes, (double)event->wire_ns / 1e6);
     settle(source, ship);
     if (source->ship_waits)

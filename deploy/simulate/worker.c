@@ -288,7 +288,7 @@ static void say_heartbeat(sim_worker *worker, uint32_t router)
 {
     pd_message message = {.kind = PD_MSG_HEARTBEAT};
 
-    worker->ops->heartbeat(worker->core, &message.heartbeat);
+    pd_role_heartbeat(worker->ops, worker->core, &message.heartbeat);
     message.heartbeat.incarnation = worker->incarnation;
     message.heartbeat.role_epoch = 1;
     message.heartbeat.warm = true;

@@ -236,6 +236,12 @@ class Command(unittest.TestCase):
         return dict({"name": name, "role": name.partition("-")[0], "incarnation": "00000000000000" + name[-1] + name[0],
                      "ledger": ledger, "running": running, "waiting": 0, "inflight": 0}, **more)
 
+    @staticmethod
+    def view(name, reported=True, **more):
+        if not reported:
+            return {"name": name, "reported": False, "note": "no report yet"}
+        return dict({"name": name, "reported": True, "age_ms": 1, "holds": {}, "unknown": [], "missing": [], "waits_for": []}, **more)
+
     def kv_status(self, *args):
         return self.run_kvferry("status", "--kv", "-f", self.file, *args)
 
@@ -244,19 +250,28 @@ class Command(unittest.TestCase):
         self.assertFalse(json.loads(self.kv_status("--json")[1])["running"])
         self.assertEqual(self.up()[0], 0)
         self.tell("workers", [self.holder("decode-0", free=60, running=30, quarantined=10), self.holder("prefill-0")])
+        self.tell("audit", [self.view("decode-0", reported=False), self.view("prefill-0", reported=False)])
         rc, out, err = self.kv_status()
         self.assertEqual((rc, err), (0, ""))
-        self.assertIn("no worker has been audited yet", out)
+        self.assertIn("in balance, by the workers' ledgers alone\n", out)
+        self.assertIn("no report yet to compare with the router's view: decode-0, prefill-0\n", out)
+        self.assertNotIn("agree", out)
         holds = {"promised": 3, "suspended": 2}
-        self.tell("audit", [
-            {"name": "decode-0", "age_ms": 1500, "holds": holds, "unknown": [], "missing": [], "waits_for": ["000000000000000p", "feed"]},
-            {"name": "prefill-0", "age_ms": 200, "holds": {}, "unknown": [], "missing": [], "waits_for": []}])
+        waits = [{"incarnation": "1", "state": "lives", "name": "prefill-0"}, {"incarnation": "2", "state": "gone", "name": "prefill-1"},
+                 {"incarnation": "feed", "state": "unknown", "name": None}]
+        self.tell("audit", [self.view("decode-0", age_ms=1500, holds=holds, waits_for=waits), self.view("prefill-0", reported=False)])
         rc, out, err = self.kv_status()
         self.assertEqual((rc, err), (0, ""))
-        rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
-        self.assertEqual(rows["decode-0"][1:], ["decode", "100", "60", "0", "0", "30", "10", "3", "2", "prefill-0,feed"])
+        rows = {line.split()[0]: line.split(maxsplit=10) for line in out.splitlines() if line}
+        self.assertEqual(rows["decode-0"][1:], ["decode", "100", "60", "0", "0", "30", "10", "3", "2", "prefill-0, prefill-1 (gone), gone (name unknown)"])
+        self.assertEqual(rows["prefill-0"][8:], ["-", "-", "-"])
         self.assertEqual(rows["sum"][1:], ["200", "160", "0", "0", "30", "10", "3", "2"])
+        self.assertIn("router and workers agree (1 asked, the oldest answer 1.5 s ago)\nno report yet to compare with the router's view: prefill-0\n", out)
+        self.tell("audit", [self.view("decode-0", age_ms=1500, holds=holds), self.view("prefill-0", age_ms=200)])
+        rc, out, err = self.kv_status()
+        self.assertEqual((rc, err), (0, ""))
         self.assertIn("router and workers agree (2 asked, the oldest answer 1.5 s ago)", out)
+        self.assertNotIn("no report yet", out)
         said = json.loads(self.kv_status("--json")[1])
         self.assertTrue(said["balanced"])
         self.assertEqual((said["workers"][0]["ledger"]["quarantined"], said["audit"][0]["holds"]["promised"]), (10, 3))
@@ -270,19 +285,57 @@ class Command(unittest.TestCase):
         self.assertEqual(out.count("out of balance"), 1)
         said = json.loads(self.kv_status("--json")[1])
         self.assertEqual((said["balanced"], len(said["faults"])), (False, 1))
+        self.assertIn("does not answer GET /audit", said["router_silent"])  # what was read is wrong enough
+
+    def test_a_router_that_does_not_answer_is_named_and_nothing_is_judged(self):
+        self.assertEqual(self.up()[0], 0)
+        self.tell("workers", [self.holder("decode-0"), self.holder("prefill-0")])
+        rc, out, err = self.kv_status()  # GET /audit is 404
+        self.assertEqual((rc, err), (3, ""))
+        self.assertIn("not known: the router does not answer GET /audit at http://127.0.0.1:", out)
+        self.assertIn(": HTTP status 404 (process ", out)
+        self.assertNotIn("balance", out)
+        self.tell("audit", [self.view("decode-0"), self.view("prefill-0")])
+        self.assertEqual(self.kv_status()[0], 0)
+        self.tell("workers", [])
+        rc, out, err = self.kv_status()
+        self.assertEqual((rc, err), (3, ""))
+        self.assertIn("not known: no worker is registered", out)
+        pid = self.service("router")["pid"]
+        os.kill(pid, signal.SIGSTOP)  # it listens, and says nothing
+        rc, out, err = self.kv_status()
+        self.assertEqual((rc, err), (3, ""))
+        self.assertRegex(out, fr"not known: the router does not answer GET /workers at http://127.0.0.1:\d+: silent for 2 s \(process {pid} is there\)\n")
+        self.assertNotIn("balance", out)
+        rc, out, err = self.run_kvferry("status", "-f", self.file, "--json")
+        said = json.loads(out)
+        self.assertEqual((rc, err, said["running"], said["ready"], said["workers"]), (3, "", True, False, None))
+        self.assertIn("silent for 2 s", said["router_silent"])
+        os.kill(self.status()["supervisor_pid"], signal.SIGSTOP)  # it starts no other
+        os.kill(pid, signal.SIGKILL)
+        self.assertTrue(wait_for(lambda: not alive(pid)))
+        for args in (["--kv"], []):
+            rc, out, err = self.run_kvferry("status", "-f", self.file, *args)
+            self.assertEqual((rc, err), (3, ""))
+            self.assertIn(f"nobody is there, or no HTTP server (process {pid} is dead)\n", out)
+            self.assertNotIn("balance", out)
+        said = json.loads(self.kv_status("--json")[1])
+        self.assertEqual((said["balanced"], said["faults"], said["workers"]), (None, [], None))
+        os.kill(self.status()["supervisor_pid"], signal.SIGCONT)
+        self.assertTrue(wait_for(lambda: self.run_kvferry("status", "-f", self.file)[0] == 0))
 
     def test_status_kv_fails_for_what_stays_different_only(self):
         self.assertEqual(self.up()[0], 0)
         self.tell("workers", [self.holder("decode-0"), self.holder("prefill-0")])
         strange = [{"number": 31, "epoch": 2, "state": "running", "blocks": 7}]
-        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "holds": {}, "unknown": strange, "missing": [42], "waits_for": []}])
+        self.tell("audit", [self.view("decode-0", unknown=strange, missing=[42]), self.view("prefill-0")])
         rc, out, err = self.kv_status()
         self.assertEqual(rc, 1)
         self.assertIn("decode-0: holds request 31 epoch 2 (running, 7 blocks), which the router does not know", out)
         self.assertIn("decode-0: does not have request 42, on which the router counts", out)
         look = subprocess.Popen([KVFERRY, "status", "--kv", "-f", self.file], env=self.env(), stdout=subprocess.PIPE, text=True)
         time.sleep(1)
-        self.tell("audit", [{"name": "decode-0", "age_ms": 1, "holds": {}, "unknown": [], "missing": [], "waits_for": []}])
+        self.tell("audit", [self.view("decode-0"), self.view("prefill-0")])
         out, _ = look.communicate(timeout=60)
         self.assertEqual(look.returncode, 0, out)
         self.tell("workers", [self.holder("decode-0", free=90, quarantined=10), self.holder("prefill-0")])

@@ -103,3 +103,64 @@ def test_status_kv_says_who_holds_what(watched):
     assert watched.metric("kvferry_kv_ledger_imbalance") == 0
     assert watched.metric("kvferry_bus_received_total") > 0
     watched.assert_clean()
+
+
+def test_who_has_not_reported_is_not_said_to_agree(watched):
+    """A new router knows nothing of what workers hold; for two seconds it says so."""
+    state = json.loads(watched.kvferry("status", "-f", watched.file, "--json")[1])
+    cl.wait_until(lambda: watched.http.get("/audit").json()["agree"], 10, "router and workers do not agree")
+    os.kill(next(service["pid"] for service in state["services"] if service["name"] == "router"), signal.SIGKILL)
+    seen = []
+
+    def agrees():
+        try:
+            page = watched.http.get("/audit").json()
+            seen.append(page)
+        except httpx.HTTPError:
+            return False
+        return len(page["workers"]) == 3 and page["agree"]
+
+    cl.wait_until(agrees, 30, lambda: f"router and workers do not agree: {seen[-1:]}")
+    for page in seen:
+        silent = [worker for worker in page["workers"] if not worker["reported"]]
+        assert page["not_reported"] == len(silent)
+        assert all(worker["note"] == "no report yet" for worker in silent)
+        assert page["agree"] is (None if silent or not page["workers"] else True), page
+    assert any(page["not_reported"] for page in seen), "nobody was seen before it reported: the test says nothing"
+    cl.wait_until(lambda: watched.http.get("/ready").status_code == 200, 30, "not ready again")
+    watched.assert_clean()
+
+
+def test_a_pool_that_runs_full_is_counted():
+    """Two answers that grow beyond what was predicted, on one decode worker: one of them stands still and moves."""
+    names = ("kvferry_worker_suspended_total", "kvferry_worker_moved_total")
+    with cl.Cluster(workers=3, ratio="1:2", kv={"memory": "12MiB"}, model={"context": 512}) as one:
+        assert [one.metric(name) for name in names] == [0, 0]
+        assert all(one.metric("kvferry_worker_stalled_total", worker=worker["name"]) is not None for worker in one.of_role("decode"))
+        total = one.of_role("decode")[0]["ledger"]["total"]
+        assert total == 34, "the numbers below are for 34 blocks"
+
+        def short(_):
+            body = {"model": cl.MODEL_NAME, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 100, "temperature": 0}
+            answer = one.http.post("/v1/chat/completions", json=body).json()
+            assert answer["choices"][0]["finish_reason"] == "stop", answer
+
+        def later(prompt, tokens):
+            cl.wait_until(lambda: any(worker["running"] for worker in one.of_role("decode")), 20, "nothing runs")
+            return one.stream(prompt, tokens, ignore_eos=True)
+
+        for attempt in range(4):
+            # answers are short, as far as either worker knows
+            one.together([lambda index=index: short(index) for index in range(16)])
+            # one worker is full while the two arrive at the other: 2 blocks each, and 19 at their ends
+            answers = one.together([lambda: one.stream([504 + attempt] * 440, 64, ignore_eos=True)]
+                                   + [lambda n=n: later([604 + 10 * attempt + n] * 30, 270) for n in range(2)])
+            assert [len(answer.token_ids) for answer in answers] == [64, 270, 270], [answer.error for answer in answers]
+            one.assert_clean()
+            if all(one.metric(name) for name in names):
+                break
+        suspended, moved = [one.metric(name) for name in names]
+        assert suspended >= moved > 0
+        assert sum(worker["suspended"] for worker in one.workers()) == suspended
+        assert suspended == one.metric("kvferry_sequences_suspended_total") and moved == one.metric("kvferry_moves_total")
+        assert one.metric("kvferry_worker_shipped_bytes_total") == one.metric("kvferry_shipped_bytes_total") > 0

@@ -873,6 +873,7 @@ static void on_heartbeat(fake *f, uint32_t i)
             .queue_ms = w->queue_ms,
             .ledger = {.total = w->blocks, .free = w->free, .leased = w->blocks - w->free},
             .events_sequence = w->sequence,
+            .counts = w->counts,
             .warm = true}};
     say(f, i, &message);
     push(f, f->now_ns + f->config.heartbeat_ns, HEARTBEAT, i);

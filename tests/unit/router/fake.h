@@ -65,6 +65,7 @@ typedef struct fake_worker {
     uint64_t unwritten_by;           /* that the last cancel named */
     pd_request_key quarantined;      /* number 0: nothing is */
     uint64_t waits_for;              /* a quarantine waits for that incarnation */
+    pd_worker_counts counts;         /* that its heartbeats tell */
     pd_msg_lease_request last_lease; /* what came last; its pointers are gone */
     pd_msg_prefill_request last_prefill;
     pd_msg_decode_start last_start;

@@ -1,7 +1,11 @@
 /* What the router and a worker do not agree on, and last words that are late: made good. */
 
 #include "common/base/log.h"
+#include "router/audit_page.h"
+#include "router/pages.h"
 #include "tests/unit/router/world.h"
+
+#include <stdio.h>
 
 static void patient(router_core_config *config)
 {
@@ -86,7 +90,7 @@ static void a_quarantine_hears_again_of_who_was_given_up(void **state)
 }
 
 typedef struct audits {
-    uint32_t count;
+    uint32_t count, answered;
     uint32_t running, expected, total;
 } audits;
 
@@ -94,6 +98,7 @@ static void on_audit(void *ctx, const router_audit_view *view)
 {
     audits *a = ctx;
     a->count++;
+    a->answered += view->answered;
     a->running += view->states[PD_AUDIT_RUNNING];
     a->expected += view->expected_decode;
     a->total += view->ledger.total;
@@ -114,6 +119,147 @@ static void an_audit_shows_both_views(void **state)
     assert_int_equal(seen.total, 1024);
     wait_ms(w, 2000);
     assert_nothing_left(w);
+    world_free(w);
+}
+
+static bool page_has(const world *w, const char *text)
+{
+    pd_buf page;
+    pd_buf_init(&page, 1 << 16);
+    audit_page(w->fake.core, w->fake.now_ns, &page);
+    assert_int_equal(pd_buf_status(&page), PD_OK);
+    bool has = strstr(pd_buf_text(&page), text) != NULL;
+    pd_buf_fini(&page);
+    return has;
+}
+
+/* Nobody differs where nobody has said anything: that is no agreement. */
+static void who_has_not_reported_agrees_with_nothing(void **state)
+{
+    (void)state;
+    world *w = world_new(70);
+    assert_true(page_has(w, "{\"workers\":[],\"not_reported\":0,\"agree\":null}"));
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    audits seen = {0};
+    router_core_each_audit(w->fake.core, w->fake.now_ns, on_audit, &seen);
+    assert_int_equal(seen.count, 2);
+    assert_int_equal(seen.answered, 0);
+    assert_true(page_has(w, "\"reported\":false,\"note\":\"no report yet\"}"));
+    assert_true(page_has(w, "],\"not_reported\":2,\"agree\":null}"));
+    wait_ms(w, 2200);
+    assert_true(page_has(w, "],\"not_reported\":0,\"agree\":true}"));
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    assert_true(page_has(w, "],\"not_reported\":1,\"agree\":null}"));
+    w->fake.workers[1].leases[3] = (fake_lease){.key = {0x77, 12345, 1}, .blocks = 5};
+    wait_ms(w, 1900); /* it differs, whether or not the new one has answered */
+    assert_true(page_has(w, "\"agree\":false}"));
+    w->fake.workers[1].leases[3] = (fake_lease){0};
+    world_free(w);
+}
+
+static void whom_a_quarantine_waits_for_is_named(void **state)
+{
+    (void)state;
+    world *w = one_to_one(71);
+    fake *f = &w->fake;
+    fake_worker *prefill = &f->workers[0], *decode = &f->workers[1];
+    char expected[160];
+    decode->waits_for = prefill->incarnation;
+    wait_ms(w, 2300);
+    snprintf(expected, sizeof expected,
+             "\"waits_for\":[{\"incarnation\":\"%016llx\",\"state\":\"lives\",\"name\":\"%s\"}]",
+             (unsigned long long)prefill->incarnation, prefill->name);
+    assert_true(page_has(w, expected));
+    assert_true(page_has(w, "\"agree\":true}")); /* it may well take its time */
+    f->lose[PD_MSG_PEER_GONE] = 1;
+    fake_kill(f, 0);
+    wait_ms(w, 2500);
+    snprintf(expected, sizeof expected,
+             "\"waits_for\":[{\"incarnation\":\"%016llx\",\"state\":\"gone\",\"name\":\"%s\"}]",
+             (unsigned long long)prefill->incarnation, prefill->name);
+    assert_true(page_has(w, expected));
+    assert_true(page_has(w, "\"agree\":false}"));
+    decode->waits_for = 0xabc;
+    wait_ms(w, 2500);
+    assert_true(page_has(w, "\"waits_for\":[{\"incarnation\":\"0000000000000abc\",\"state\":"
+                            "\"unknown\",\"name\":null}]"));
+    world_free(w);
+}
+
+static bool metrics_have(const world *w, const char *text)
+{
+    pd_buf page;
+    pd_buf_init(&page, 1 << 20);
+    pages_metrics(w->fake.core, "m", 0, w->fake.now_ns, &page);
+    assert_int_equal(pd_buf_status(&page), PD_OK);
+    bool has = strstr(pd_buf_text(&page), text) != NULL;
+    pd_buf_fini(&page);
+    return has;
+}
+
+/* By the workers' own word: a last word on an attempt that is over names no request any more. */
+static void what_left_is_counted_whatever_came_of_it(void **state)
+{
+    (void)state;
+    world *w = world_new(72);
+    fake *f = &w->fake;
+    uint32_t i = fake_add(f, PD_ROLE_PREFILL, 512);
+    f->workers[i].counts.shipped_bytes = 5000; /* for a router before this one */
+    wait_ms(w, 300);
+    assert_int_equal(counters_of(w).shipped_bytes, 0);
+    pd_message done = {.kind = PD_MSG_PREFILL_DONE,
+                       .prefill_done = {.key = {0x77, 4711, 1}, .shipped_bytes = 5700}};
+    router_core_on_message(f->core, f->workers[i].identity, &done, f->now_ns);
+    assert_int_equal(counters_of(w).shipped_bytes, 700);
+    wait_ms(w, 300); /* an older word takes nothing back */
+    assert_int_equal(counters_of(w).shipped_bytes, 700);
+    f->workers[i].counts.shipped_bytes = 6000;
+    wait_ms(w, 300);
+    assert_int_equal(counters_of(w).shipped_bytes, 1000);
+    pd_message ship = {.kind = PD_MSG_SHIP_DONE,
+                       .ship_done = {.key = {0x77, 4711, 1}, .shipped_bytes = 6001}};
+    router_core_on_message(f->core, f->workers[i].identity, &ship, f->now_ns);
+    assert_int_equal(counters_of(w).shipped_bytes, 1001);
+    fake_kill(f, i);
+    wait_ms(w, 3000);
+    i = fake_add(f, PD_ROLE_PREFILL, 512);
+    wait_ms(w, 300);
+    assert_int_equal(counters_of(w).shipped_bytes, 1001);
+    f->workers[i].counts.shipped_bytes = 30;
+    wait_ms(w, 300);
+    assert_int_equal(counters_of(w).shipped_bytes, 1031);
+    assert_true(metrics_have(w, "\nkvferry_shipped_bytes_total 1031\n"));
+    world_free(w);
+}
+
+static void what_workers_count_is_on_the_page(void **state)
+{
+    (void)state;
+    world *w = one_to_one(73);
+    fake *f = &w->fake;
+    char expected[160];
+    f->workers[0].counts = (pd_worker_counts){.shipped_bytes = 1000, .suspended = 9};
+    f->workers[1].counts = (pd_worker_counts){.shipped_bytes = 40, 3, 2, 17};
+    wait_ms(w, 300);
+    const struct {
+        const char *name;
+        uint32_t worker, value;
+    } rows[] = {{"shipped_bytes", 0, 1000},
+                {"shipped_bytes", 1, 40},
+                {"suspended", 1, 3},
+                {"moved", 1, 2},
+                {"stalled", 1, 17}};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        snprintf(expected, sizeof expected, "\nkvferry_worker_%s_total{worker=\"%s\"} %u\n",
+                 rows[i].name, f->workers[rows[i].worker].name, rows[i].value);
+        assert_true(metrics_have(w, expected));
+    }
+    snprintf(expected, sizeof expected, "kvferry_worker_suspended_total{worker=\"%s\"}",
+             f->workers[0].name);
+    assert_false(metrics_have(w, expected)); /* a prefill worker has no sequences */
     world_free(w);
 }
 
@@ -201,6 +347,10 @@ int main(void)
         cmocka_unit_test(a_lost_start_is_said_again),
         cmocka_unit_test(a_quarantine_hears_again_of_who_was_given_up),
         cmocka_unit_test(an_audit_shows_both_views),
+        cmocka_unit_test(who_has_not_reported_agrees_with_nothing),
+        cmocka_unit_test(whom_a_quarantine_waits_for_is_named),
+        cmocka_unit_test(what_left_is_counted_whatever_came_of_it),
+        cmocka_unit_test(what_workers_count_is_on_the_page),
         cmocka_unit_test(a_quarantine_of_an_attempt_that_is_over_is_asked_about),
         cmocka_unit_test(a_decode_workers_last_word_is_asked_for_and_passed_on),
         cmocka_unit_test(the_last_word_on_a_pull_is_passed_on_after_its_request),

@@ -255,10 +255,46 @@ static void unclear_client(site *s)
         snprintf(request, sizeof request, "POST /echo HTTP/1.1\r\nHost: x\r\n%s", unclear[i]);
         s->ok = s->ok && status_of_raw(s, request) == 400;
     }
-    s->ok = s->ok && status_of_raw(s, "GET /echo HTTP/1.1\r\n\r\n") == 400; /* no host */
     s->mark_ns = s->requests;
     s->ok = s->ok && status_of_raw(s, "POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
                                       "Content-Length: 5\r\n\r\nhello") == 200;
+}
+
+/* Refused with that code, once, in JSON: what the library says by itself is HTML. */
+static bool refused_in_json(site *s, const char *request, const char *code)
+{
+    char text[4096], expected[80];
+    int fd = client_connect(s->port);
+    client_write(fd, request, strlen(request));
+    shutdown(fd, SHUT_WR);
+    client_read_until(fd, "never", text, sizeof text);
+    close(fd);
+    const char *body = strstr(text, "\r\n\r\n");
+    snprintf(expected, sizeof expected, "\"param\":null,\"code\":\"%s\"}}", code);
+    return client_status(text) == 400 && strstr(text, "application/json") != NULL && body != NULL &&
+           strncmp(body + 4, "{\"error\":{\"message\":\"", 21) == 0 &&
+           strstr(body, expected) != NULL;
+}
+
+static void hostless_client(site *s)
+{
+    s->ok =
+        refused_in_json(s, "GET /echo HTTP/1.1\r\n\r\n", "unclear_host") &&
+        refused_in_json(s, "GET /echo HTTP/1.2\r\nX: y\r\n\r\n", "unclear_host") &&
+        refused_in_json(s, "GET /echo HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n", "unclear_host") &&
+        refused_in_json(s, "GET /echo x HTTP/1.1\r\nHost: x\r\n\r\n", "bad_target") &&
+        refused_in_json(s, "GET /echo?a= b HTTP/1.1\r\nHost: x\r\n\r\n", "bad_target") &&
+        s->requests == 0 && status_of_raw(s, "GET /echo HTTP/1.0\r\n\r\n") == 200 &&
+        status_of_raw(s, "GET /echo?a=%20b HTTP/1.1\r\nHost: x\r\n\r\n") == 200;
+}
+
+static void a_request_without_a_clear_host_or_target_is_refused_in_json(void **state)
+{
+    (void)state;
+    site s;
+    with_site(&s, hostless_client);
+    assert_true(s.ok);
+    assert_int_equal(s.refused, 5);
 }
 
 static void a_length_that_can_be_read_in_two_ways_is_refused(void **state)
@@ -511,6 +547,7 @@ int main(void)
         cmocka_unit_test(a_body_over_the_limit_is_413_with_json),
         cmocka_unit_test(a_body_without_end_is_cut_off),
         cmocka_unit_test(a_length_that_can_be_read_in_two_ways_is_refused),
+        cmocka_unit_test(a_request_without_a_clear_host_or_target_is_refused_in_json),
         cmocka_unit_test(an_escaped_nul_does_not_end_a_path),
         cmocka_unit_test(a_request_that_drips_in_is_cut_off),
         cmocka_unit_test(a_client_that_leaves_at_once_is_noticed),

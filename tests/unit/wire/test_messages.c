@@ -53,7 +53,8 @@ static void fill_moves(pd_message *m)
                                           .ship_bytes = 1ull << 40,
                                           .reason = "cut",
                                           .may_land = true,
-                                          .again = 1};
+                                          .again = 1,
+                                          .shipped_bytes = 1ull << 41};
         break;
     case PD_MSG_AUDIT_REPLY:
         m->audit_reply = (pd_msg_audit_reply){.incarnation = 9,
@@ -142,7 +143,8 @@ static void fill(pd_message *m, pd_message_kind kind)
                                           .ledger = {15, 1, 2, 3, 4, 5},
                                           .events_sequence = 6,
                                           .warm = true,
-                                          .draining = true};
+                                          .draining = true,
+                                          .counts = {1ull << 43, 11, 12, 13}};
         break;
     case PD_MSG_LINK:
         m->link = (pd_msg_link){
@@ -169,6 +171,7 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                 .may_land = true,
                                                 .again = 2,
                                                 .ship_bytes = 1ull << 40,
+                                                .shipped_bytes = 1ull << 42,
                                                 .reason = ""};
         break;
     case PD_MSG_DECODE_FAILED:

@@ -222,6 +222,12 @@ static void a_failed_write_ends_its_request_after_the_link(void **state)
     assert_true(world_deliver(w)); /* closed */
     read_letters(w);
     assert_int_equal(w->requests[0].prefill_status, PD_E_PEER);
+    /* What left is told, in this word and in every heartbeat, whatever came of it. */
+    pd_msg_heartbeat beat = {0};
+    pd_role_heartbeat(w->prefill.ops, w->prefill.core, &beat);
+    assert_true(beat.counts.shipped_bytes >= 250);
+    assert_int_equal(w->last_done.shipped_bytes, beat.counts.shipped_bytes);
+    assert_int_equal(w->last_done.ship_bytes, 0);
     world_check_nothing_held(w);
     world_destroy(w);
 }

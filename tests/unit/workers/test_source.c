@@ -413,6 +413,7 @@ static void a_cancel_waits_for_what_is_on_its_way(void **state)
     sent(b, b->posted[0].ticket, PD_E_CANCELLED);
     assert_int_equal(b->done_count, 1);
     assert_true(b->done[0].status == PD_E_CANCELLED && !b->done[0].may_land);
+    assert_int_equal(b->done[0].shipped_bytes, 1000); /* of it had left */
     assert_int_equal(b->aborts, 1);
     teardown(b);
 }

@@ -338,7 +338,7 @@ static void sent(world *w, const world_packet *packet, pd_status status)
                                 .ticket = packet->ticket,
                                 .tag = w->link_tag,
                                 .status = status,
-                                .bytes = status == PD_OK ? 1000 : 0,
+                                .bytes = status == PD_OK ? 1000 : 250, /* a part landed */
                                 .wire_ns = 1000};
     if (w->prefill.core != NULL && packet->sender == w->prefill.options.incarnation)
         w->prefill.ops->on_transfer(w->prefill.core, &event, w->now_ns);
