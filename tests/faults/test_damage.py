@@ -136,7 +136,7 @@ def test_moved_blocks_that_are_damaged_are_caught(golden, rng, report):
     than it has room for. Then they are long, another worker comes, and what moves there is damaged."""
     case = next(case for case in golden.values() if (case["hf_fp32"].get("eos_at") or 0) > 2)
     soon = {**fl.asked(case["prompt_ids"] + case["hf_fp32"]["ids"][: case["hf_fp32"]["eos_at"] - 2], 6), "ignore_eos": False}
-    enough, rounds = (60, 200) if FULL else (4, 12)
+    enough, rounds = (40, 100) if FULL else (4, 12)
     long = [fl.asked([rng.randrange(100, 40000) for _ in range(20)], 90) for _ in range(16)]
     with fl.Field("shm", prefill=1, decode=1, tapped=False) as plain:
         want = [stream.tokens for stream in fl.at_once([lambda body=body: plain.stream(body) for body in long])]
@@ -166,7 +166,7 @@ def test_moved_blocks_that_are_damaged_are_caught(golden, rng, report):
 
 def test_pulled_blocks_that_are_damaged_are_caught(rng, report):
     """Second turns: the answer's blocks are fetched from the decode worker that made it, damaged."""
-    enough, rounds = (100, 400) if FULL else (4, 24)
+    enough, rounds = (60, 240) if FULL else (4, 24)
     with fl.Field("shm", prefill=1, decode=1, tapped=False, env={"decode": faulty(DECODE_DAMAGE)}) as one, \
             fl.Field("shm", prefill=1, decode=1, tapped=False, kv={"prefix_cache": False}) as plain:
         for _ in range(rounds):
