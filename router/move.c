@@ -91,7 +91,8 @@ static bool can_move(const router_requests *t, const router_request *r)
 {
     uint32_t block_tokens = t->o.config->block_tokens, kv = r->suspended.kv_tokens;
     /* The last token's KV comes of the step that uses it. */
-    return r->move.failed < MOVES_MAX && r->next_index > 0 &&
+    /* A suspect does not come to where another one may be: it gives way. */
+    return r->move.failed < MOVES_MAX && r->next_index > 0 && r->killed_count == 0 &&
            kv + 1 == r->prompt_tokens + r->next_index &&
            r->suspended.blocks >= (kv + block_tokens - 1) / block_tokens;
 }

@@ -93,10 +93,28 @@ static void log_choice(const router_requests *t, const router_request *r, uint32
         terms->decode_held_blocks, r->key.epoch);
 }
 
-/* A worker that failed the request is avoided, unless it is the only one there. */
+bool router_place_waits_its_turn(const router_requests *t, const router_request *r, uint64_t now_ns)
+{
+    bool ready[2] = {false, false}, room[2] = {false, false};
+    for (uint32_t i = 0; r->killed_count > 0 && i < t->o.cluster->slots_used; i++) {
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (!router_worker_ready(worker))
+            continue;
+        ready[worker->hello.role == PD_ROLE_DECODE] = true;
+        room[worker->hello.role == PD_ROLE_DECODE] |= !router_request_suspect_at(t, i, now_ns);
+    }
+    bool decodes = router_request_left(r) > 1;
+    return (ready[0] && !room[0]) || (decodes && ready[1] && !room[1]);
+}
+
+/* A worker that failed the request is avoided, unless it is the only one there. One that has a
+ * suspect gets no second one. */
 static bool choose(router_requests *t, const router_request *r, uint64_t now_ns,
                    router_choice *choice_out)
 {
+    uint64_t taken[ROUTER_SLOT_BITS] = {0};
+    for (uint32_t i = 0; r->killed_count > 0 && i < t->o.cluster->slots_used; i++)
+        taken[i / 64] |= (uint64_t)router_request_suspect_at(t, i, now_ns) << i % 64;
     router_policy_input input = {.cluster = t->o.cluster,
                                  .index = t->o.index,
                                  .cost = &t->cost,
@@ -108,6 +126,7 @@ static bool choose(router_requests *t, const router_request *r, uint64_t now_ns,
                                  .avoid_prefill = r->avoid_prefill,
                                  .avoid_decode = r->avoid_decode,
                                  .too_small = r->too_small,
+                                 .taken = r->killed_count > 0 ? taken : NULL,
                                  .now_ns = now_ns};
     if (router_policy_choose(&t->policy, &input, choice_out))
         return true;
@@ -161,12 +180,13 @@ static bool try_place(router_requests *t, router_request *r, uint64_t now_ns)
 void router_requests_pump(router_requests *t, uint64_t now_ns)
 {
     uint32_t slot = t->queue_head;
+    t->pumped_ns = now_ns;
     for (uint32_t tries = 0; slot != ROUTER_SLOT_NONE && tries < PUMP_TRIES;) {
         router_request *r = &t->slots[slot];
         uint32_t next = r->queue_next;
         if (now_ns < r->not_before_ns) {
             router_request_wake_at(t, r->not_before_ns);
-        } else {
+        } else if (!router_place_waits_its_turn(t, r, now_ns)) {
             try_place(t, r, now_ns);
             tries++;
         }

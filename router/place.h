@@ -4,10 +4,15 @@
  * then given the prompt.
  *
  * The queue is tried from its head (priority, then arrival). One that cannot be placed does not
- * hold up those behind it: they may need less. The inside of router/request.h. One thread. */
+ * hold up those behind it: they may need less; nor do
+ * suspects that wait for their turn: they are not even tried. The inside of router/request.h. One
+ * thread. */
 
 #include "router/retry.h"
 
+/* A suspect (router/retry.h), and at every worker that could take it is another one. */
+bool router_place_waits_its_turn(const router_requests *t, const router_request *r,
+                                 uint64_t now_ns);
 /* PrefillRequest to r->prefill, for r in PREFILLING; held_blocks: what the decode worker guesses. r
  * may be gone, or back in the queue, afterwards. */
 void router_place_send_prefill(router_requests *t, router_request *r, uint64_t now_ns);

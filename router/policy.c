@@ -30,11 +30,16 @@ double router_policy_queue_ms(const router_worker *worker, uint64_t now_ns)
     return queue > worker->inflight_prefill_ms ? queue : worker->inflight_prefill_ms;
 }
 
+static bool is_taken(const router_policy_input *in, uint32_t slot)
+{
+    return in->taken != NULL && (in->taken[slot / 64] >> (slot % 64) & 1) != 0;
+}
+
 static bool prefill_usable(const router_policy_input *in, uint32_t slot)
 {
     const router_worker *worker = &in->cluster->workers[slot];
     return router_worker_ready(worker) && worker->hello.role == PD_ROLE_PREFILL &&
-           slot != in->avoid_prefill && worker->blocked_ns <= in->now_ns &&
+           slot != in->avoid_prefill && worker->blocked_ns <= in->now_ns && !is_taken(in, slot) &&
            (worker->hello.queue_max == 0 || worker->inflight_prefill < worker->hello.queue_max);
 }
 
@@ -42,7 +47,7 @@ static bool decode_usable(const router_policy_input *in, uint32_t slot)
 {
     const router_worker *worker = &in->cluster->workers[slot];
     return router_worker_ready(worker) && worker->hello.role == PD_ROLE_DECODE &&
-           slot != in->avoid_decode && worker->blocked_ns <= in->now_ns &&
+           slot != in->avoid_decode && worker->blocked_ns <= in->now_ns && !is_taken(in, slot) &&
            (in->too_small[slot / 64] >> (slot % 64) & 1) == 0;
 }
 

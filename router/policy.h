@@ -37,6 +37,7 @@ typedef struct router_policy_input {
     /* Slots not to be used again by this request; ROUTER_NO_WORKER when there are none. */
     uint32_t avoid_prefill, avoid_decode;
     const uint64_t *too_small; /* [ROUTER_WORKERS_MAX / 64] bits: decode workers it never fits */
+    const uint64_t *taken;     /* the same, of both roles: not now; NULL: none */
     uint64_t now_ns;
 } router_policy_input;
 

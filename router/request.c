@@ -326,8 +326,8 @@ static bool take_token(router_requests *t, router_request *r, uint32_t token, pd
     r->next_index++;
     if (index > r->base_index) /* its prompt has landed: more than every attempt comes to */
         r->failures_in_row = 0;
-    if (r->next_index - r->base_index >= ROUTER_ABSOLVED_TOKENS)
-        r->killed_count = 0; /* it ran here and nobody died of it */
+    if (router_request_absolved(r))
+        router_request_set_killed(t, r, 0); /* it ran here and nobody died of it */
     t->o.counters->tokens++;
     if (index == 0)
         r->first_ns = now_ns;
@@ -473,6 +473,8 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
                                      const pd_msg_prefill_done *done, uint64_t now_ns)
 {
     router_request *r = router_request_find_key(t, &done->key);
+    if (r == NULL)
+        router_request_left_well(t, slot, &done->key);
     if (r == NULL || r->prefill != slot || !r->prefill_open)
         return;
     if (done->status == PD_OK && done->again != r->again.count)
@@ -652,16 +654,14 @@ typedef struct loss {
     uint32_t slot;
     router_gone how;
     const char *name, *why;
+    uint32_t suspects; /* that were being computed there */
 } loss;
 
-static void retry_lost(router_requests *t, router_request *r, const loss *lost, bool computing,
-                       uint64_t now_ns)
+static void retry_lost(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
 {
     const router_failure failure = {
         .reason = lost->how == ROUTER_GONE_SESSION ? ROUTER_RETRY_SESSION : ROUTER_RETRY_LOST,
         .slot = ROUTER_NO_WORKER,
-        .died = computing && lost->how == ROUTER_GONE_DIED,
-        .name = lost->name,
         .code = "worker_lost",
         .why = lost->why};
     router_request_retry(t, r, &failure, now_ns);
@@ -669,7 +669,6 @@ static void retry_lost(router_requests *t, router_request *r, const loss *lost, 
 
 static void prefill_gone(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
 {
-    bool computing = router_request_computes(r, now_ns);
     router_request_discharge_prefill(t, r);
     r->writer_lost = r->writer_lost || r->prefill_open;
     r->prefill_open = r->prefill_holds = false;
@@ -677,35 +676,58 @@ static void prefill_gone(router_requests *t, router_request *r, const loss *lost
     if (r->state == ROUTER_REQUEST_LEASING)
         router_request_requeue(t, r, ROUTER_EVENT_REFUSED, now_ns); /* nothing was lost yet */
     else if (r->state == ROUTER_REQUEST_PREFILLING)
-        retry_lost(t, r, lost, computing, now_ns);
+        retry_lost(t, r, lost, now_ns);
     else if (r->state == ROUTER_REQUEST_CLOSING)
         router_request_finish(t, r, now_ns);
     else if (r->state == ROUTER_REQUEST_LANDING && lost->how == ROUTER_GONE_SESSION)
-        retry_lost(t, r, lost, false, now_ns); /* nobody else hears of it */
+        retry_lost(t, r, lost, now_ns); /* nobody else hears of it */
     /* LANDING, DECODING: the decode worker is told too and knows what has landed. If that is not
      * all it says so; it goes on otherwise. */
 }
 
 static void decode_gone(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
 {
-    bool computing = r->state == ROUTER_REQUEST_DECODING;
     router_request_discharge_decode(t, r);
     r->decode_open = false;
     r->decode = ROUTER_NO_WORKER;
     if (r->state != ROUTER_REQUEST_CLOSING)
-        retry_lost(t, r, lost, computing, now_ns);
+        retry_lost(t, r, lost, now_ns);
 }
 
-/* It left that worker for another's fault a short while ago; this one was dead already, perhaps. */
-static bool was_dying(router_requests *t, router_request *r, uint32_t slot, router_gone how,
+/* The request was being computed there when it died: now, or, left for another's fault a short
+ * while ago, when it was dead already, perhaps. */
+static bool dies_with(const router_requests *t, const router_request *r, uint32_t slot,
                       uint64_t now_ns)
 {
-    uint64_t incarnation = router_request_worker(t, slot)->hello.incarnation;
-    if (how != ROUTER_GONE_DIED || r->left_incarnation != incarnation ||
-        r->state == ROUTER_REQUEST_CLOSING)
+    uint64_t incarnation = t->o.cluster->workers[slot].hello.incarnation;
+    return r->state != ROUTER_REQUEST_CLOSING && r->state != ROUTER_REQUEST_NONE &&
+           !router_request_absolved(r) &&
+           ((r->prefill == slot && router_request_computes(r, now_ns)) ||
+            (r->decode == slot && r->state == ROUTER_REQUEST_DECODING) ||
+            router_request_was_left(t, r, incarnation, now_ns));
+}
+
+static uint32_t count_suspects(const router_requests *t, uint32_t slot, uint64_t now_ns)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < t->slots_used; i++)
+        count += t->slots[i].killed_count > 0 && dies_with(t, &t->slots[i], slot, now_ns);
+    return count;
+}
+
+/* A worker has died. True: the request has ended for it. */
+static bool blame(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
+{
+    if (lost->how != ROUTER_GONE_DIED || !dies_with(t, r, lost->slot, now_ns))
         return false;
-    r->left_incarnation = 0;
-    return now_ns - r->left_ns <= t->o.config->lost_after_ns;
+    if (r->killed_count > 0 && lost->suspects > 1) {
+        pd_log_req_warn(r->id,
+                        "msg=\"%u suspects were at %s when it died: which of them it was is "
+                        "not known\"",
+                        lost->suspects, lost->name);
+        return false;
+    }
+    return router_request_blame(t, r, lost->name);
 }
 
 void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_gone how,
@@ -715,7 +737,13 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_go
     const router_worker *worker = router_request_worker(t, slot);
     snprintf(why, sizeof why, "%s worker %s is gone: %s", router_role_name(worker->hello.role),
              worker->hello.name, reason);
-    const loss lost = {.slot = slot, .how = how, .name = worker->hello.name, .why = why};
+    if (how != ROUTER_GONE_SESSION)
+        t->suspect_until_ns[slot] = 0;
+    const loss lost = {.slot = slot,
+                       .how = how,
+                       .name = worker->hello.name,
+                       .why = why,
+                       .suspects = count_suspects(t, slot, now_ns)};
     for (uint32_t i = 0; i < t->slots_used; i++) {
         router_request *r = &t->slots[i];
         if (r->state == ROUTER_REQUEST_NONE)
@@ -728,7 +756,7 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_go
             if (r->avoid_decode == slot)
                 r->avoid_decode = ROUTER_NO_WORKER;
         }
-        if (was_dying(t, r, slot, how, now_ns) && router_request_blame(t, r, worker->hello.name))
+        if (blame(t, r, &lost, now_ns))
             continue;
         if (r->pull.slot == slot)
             router_pull_on_gone(t, r, why);
@@ -743,7 +771,7 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_go
 
 /* ---- deadlines ---- */
 
-static void queue_expired(router_requests *t, router_request *r)
+static void queue_expired(router_requests *t, router_request *r, uint64_t now_ns)
 {
     uint32_t ready[2] = {0, 0};
     for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
@@ -755,6 +783,11 @@ static void queue_expired(router_requests *t, router_request *r)
     if (ready[0] == 0 || (ready[1] == 0 && r->max_tokens > 1))
         router_request_fail(t, r, 503, "no_worker", 5, "no %s worker became ready within %.1f s",
                             ready[0] == 0 ? "prefill" : "decode", waited_s);
+    else if (router_place_waits_its_turn(t, r, now_ns))
+        router_request_fail(t, r, 503, "overloaded", 2,
+                            "it was being computed at %s when that died, and no worker was without "
+                            "another such request within %.1f s",
+                            r->killed[0], waited_s);
     else if (r->peer_refusals > 0)
         router_request_fail(t, r, 503, "worker_unavailable", 2,
                             "the decode workers refused the prefill worker %u times within %.1f s",
@@ -780,7 +813,7 @@ static void expired(router_requests *t, router_request *r, uint64_t now_ns)
         return;
     }
     switch (r->state) {
-    case ROUTER_REQUEST_QUEUED: queue_expired(t, r); break;
+    case ROUTER_REQUEST_QUEUED: queue_expired(t, r, now_ns); break;
     case ROUTER_REQUEST_LEASING:
         slot = r->decode;
         snprintf(why, sizeof why, "decode worker %s did not answer a lease within %.1f s",
@@ -814,6 +847,8 @@ static void wake(router_requests *t, uint64_t now_ns)
         const router_worker *worker = &t->o.cluster->workers[i];
         if (worker->used && worker->blocked_ns > now_ns)
             router_request_wake_at(t, worker->blocked_ns);
+        if (t->suspect_until_ns[i] > now_ns)
+            router_request_wake_at(t, t->suspect_until_ns[i]);
     }
     for (uint32_t i = t->queue_head; i != ROUTER_SLOT_NONE; i = t->slots[i].queue_next) {
         if (t->slots[i].not_before_ns > now_ns)
@@ -824,10 +859,6 @@ static void wake(router_requests *t, uint64_t now_ns)
 void router_requests_on_tick(router_requests *t, uint64_t now_ns)
 {
     bool pump = false;
-    if (now_ns >= t->wake_ns) {
-        wake(t, now_ns);
-        pump = true;
-    }
     if (now_ns >= t->due_ns) {
         t->due_ns = UINT64_MAX;
         for (uint32_t i = 0; i < t->slots_used; i++) {
@@ -837,6 +868,10 @@ void router_requests_on_tick(router_requests *t, uint64_t now_ns)
             if (r->state != ROUTER_REQUEST_NONE && r->due_ns < t->due_ns)
                 t->due_ns = r->due_ns;
         }
+        pump = true;
+    }
+    if (now_ns >= t->wake_ns) { /* what has ended just now may be what another one waits for */
+        wake(t, now_ns);
         pump = true;
     }
     if (pump)

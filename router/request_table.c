@@ -291,9 +291,45 @@ router_worker *router_request_worker(router_requests *t, uint32_t slot)
     return &t->o.cluster->workers[slot];
 }
 
+/* A suspect comes to the worker, or leaves it. */
+static void suspect_comes(router_requests *t, uint32_t slot)
+{
+    t->suspects_at[slot]++;
+}
+
+static void suspect_leaves(router_requests *t, uint32_t slot)
+{
+    pd_assert(t->suspects_at[slot] > 0);
+    if (--t->suspects_at[slot] == 0)
+        router_request_wake_at(t, t->pumped_ns + 1); /* another one may wait for its turn there */
+}
+
+void router_request_set_killed(router_requests *t, router_request *r, uint32_t count)
+{
+    bool was = r->killed_count > 0, is = count > 0;
+    void (*tell)(router_requests *, uint32_t) = is ? suspect_comes : suspect_leaves;
+    r->killed_count = count;
+    if (was != is && r->charged_prefill)
+        tell(t, r->prefill);
+    if (was != is && r->charged_decode)
+        tell(t, r->decode);
+}
+
+bool router_request_suspect_at(const router_requests *t, uint32_t slot, uint64_t now_ns)
+{
+    return t->suspects_at[slot] > 0 || t->suspect_until_ns[slot] > now_ns;
+}
+
+bool router_request_absolved(const router_request *r)
+{
+    return r->next_index - r->base_index >= ROUTER_ABSOLVED_TOKENS;
+}
+
 void router_request_charge_prefill(router_requests *t, router_request *r)
 {
     router_worker *worker = router_request_worker(t, r->prefill);
+    if (r->killed_count > 0)
+        suspect_comes(t, r->prefill);
     r->charged_prefill = true;
     r->charged_ms = r->terms.prefill_ms;
     worker->inflight_prefill++;
@@ -307,6 +343,8 @@ void router_request_discharge_prefill(router_requests *t, router_request *r)
         return;
     router_worker *worker = router_request_worker(t, r->prefill);
     r->charged_prefill = false;
+    if (r->killed_count > 0)
+        suspect_leaves(t, r->prefill);
     worker->inflight_prefill--;
     worker->inflight_prefill_ms -= r->charged_ms;
     if (worker->inflight_prefill == 0)
@@ -316,6 +354,8 @@ void router_request_discharge_prefill(router_requests *t, router_request *r)
 void router_request_charge_decode(router_requests *t, router_request *r)
 {
     router_worker *worker = router_request_worker(t, r->decode);
+    if (r->killed_count > 0)
+        suspect_comes(t, r->decode);
     r->charged_decode = true;
     worker->inflight_decode++;
     worker->inflight_context += r->prompt_tokens;
@@ -326,6 +366,8 @@ void router_request_discharge_decode(router_requests *t, router_request *r)
     if (!r->charged_decode)
         return;
     router_worker *worker = router_request_worker(t, r->decode);
+    if (r->killed_count > 0)
+        suspect_leaves(t, r->decode);
     r->charged_decode = false;
     worker->inflight_decode--;
     worker->inflight_context -= r->prompt_tokens;
@@ -346,7 +388,7 @@ static void cancel_move(router_requests *t, const router_request *r)
 bool router_request_computes(const router_request *r, uint64_t now_ns)
 {
     double since_ms = (double)(now_ns - r->prefill_sent_ns) / (double)PD_NS_PER_MS;
-    return r->state == ROUTER_REQUEST_PREFILLING &&
+    return r->state == ROUTER_REQUEST_PREFILLING && r->prefill_open &&
            (r->started || !r->decode_open || since_ms >= r->terms.prefill_queue_ms / 4);
 }
 
@@ -372,8 +414,22 @@ void router_request_cancel_at_workers(router_requests *t, const router_request *
         router_cluster_cancel(t->o.cluster, r->pull.slot, &cancel);
 }
 
+/* What a suspect leaves before its end may die of it yet, and take the next suspect for the cause.
+ */
+static void keep_free_of_suspects(router_requests *t, const router_request *r)
+{
+    uint32_t slot = r->charged_prefill && r->prefill_open                      ? r->prefill
+                    : r->charged_decode && r->state == ROUTER_REQUEST_DECODING ? r->decode
+                                                                               : ROUTER_NO_WORKER;
+    if (r->killed_count == 0 || slot == ROUTER_NO_WORKER)
+        return;
+    t->suspect_until_ns[slot] = t->pumped_ns + t->o.config->lost_after_ns;
+    router_request_wake_at(t, t->suspect_until_ns[slot]);
+}
+
 void router_request_leave_workers(router_requests *t, router_request *r, bool keep)
 {
+    keep_free_of_suspects(t, r);
     router_request_discharge_prefill(t, r);
     router_request_discharge_decode(t, r);
     router_request_cancel_at_workers(t, r, keep);

@@ -18,6 +18,7 @@ enum {
     ROUTER_AGAIN_MAX = 32,       /* ranges of blocks asked for again of one shipment */
     ROUTER_LEFT_PULLS_MAX = 256,
     ROUTER_DEATHS_MAX = 2, /* workers that a request may bring down */
+    ROUTER_LEFT_MAX = 4,   /* workers left of late that are remembered */
 };
 #define ROUTER_SLOT_NONE UINT32_MAX
 #define ROUTER_SLOT_BITS (ROUTER_WORKERS_MAX / 64)
@@ -69,6 +70,13 @@ typedef struct router_move {
     uint64_t tried[ROUTER_SLOT_BITS];
 } router_move;
 
+/* A worker that computed a request until it was given up there. */
+typedef struct router_left {
+    uint64_t incarnation; /* 0: none */
+    uint64_t left_ns;
+    uint32_t epoch;
+} router_left;
+
 typedef struct router_request {
     router_request_state state;
     pd_request_key key;
@@ -115,10 +123,11 @@ typedef struct router_request {
     uint32_t failures, failures_in_row; /* attempts that failed; without a new token in between */
     uint32_t gave_way;
     char killed[ROUTER_DEATHS_MAX][PD_NAME_BYTES]; /* workers that died computing it */
-    uint32_t killed_count;
-    uint64_t left_incarnation; /* who computed it when it was tried again for another's fault: it
-                                  may be dead already, which is heard of later */
-    uint64_t left_ns;
+    uint32_t killed_count; /* one: it is a suspect; see router_request_set_killed */
+    /* Who computed it when it was tried again for another's fault: they may be dead already, which
+     * is heard of later. A ring. */
+    router_left left[ROUTER_LEFT_MAX];
+    uint32_t left_count;    /* ever */
     uint32_t peer_refusals; /* leases refused because the prefill worker is gone */
     uint32_t avoid_prefill, avoid_decode;
     uint64_t too_small[ROUTER_SLOT_BITS];
@@ -144,6 +153,9 @@ struct router_requests {
     uint64_t budget_ns;
     router_left_pull left_pulls[ROUTER_LEFT_PULLS_MAX]; /* a ring */
     uint64_t left_pulls_count;                          /* ever */
+    uint32_t suspects_at[ROUTER_WORKERS_MAX]; /* suspects that are, or are about to be, there */
+    uint64_t pumped_ns; /* when the queue was tried last: now, within a heartbeat */
+    uint64_t suspect_until_ns[ROUTER_WORKERS_MAX]; /* one may have left it dying, until then */
     uint32_t queue_head, queue_tail, queue_count;
     uint32_t free_head; /* through queue_next */
     uint32_t slots_used;
@@ -208,6 +220,13 @@ void router_request_charge_prefill(router_requests *t, router_request *r);
 void router_request_discharge_prefill(router_requests *t, router_request *r);
 void router_request_charge_decode(router_requests *t, router_request *r);
 void router_request_discharge_decode(router_requests *t, router_request *r);
+/* So many workers have died computing it: with one it is a suspect, and is counted as one at the
+ * workers that it is charged to. */
+void router_request_set_killed(router_requests *t, router_request *r, uint32_t count);
+/* A suspect is there, or was a moment ago: it is no place for another one. */
+bool router_request_suspect_at(const router_requests *t, uint32_t slot, uint64_t now_ns);
+/* It has made so many tokens of this attempt that it is not what brings workers down. */
+bool router_request_absolved(const router_request *r);
 /* Whether the prefill worker computes it, as far as can be told: it said so, or it would not (there
  * is no lease to bind), or a good part of what was before it should be done (predictions err, and
  * the word may have died with it). */

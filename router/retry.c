@@ -113,26 +113,61 @@ static bool spend(router_requests *t, uint64_t now_ns)
     return true;
 }
 
-/* It may be what brings workers down. */
 bool router_request_blame(router_requests *t, router_request *r, const char *worker)
 {
     snprintf(r->killed[r->killed_count], sizeof r->killed[0], "%s", worker);
-    if (++r->killed_count < ROUTER_DEATHS_MAX)
+    router_request_set_killed(t, r, r->killed_count + 1);
+    if (r->killed_count < ROUTER_DEATHS_MAX)
         return false;
+    bool same = strcmp(r->killed[0], r->killed[1]) == 0;
     t->o.counters->suspects++;
     router_request_fail(t, r, 500, "request_suspect", 0,
-                        "request %s was being computed at %s and at %s when they died: it is not "
+                        "request %s was being computed at %s, and at %s%s when %s died: it is not "
                         "given a third worker",
-                        r->id, r->killed[0], r->killed[1]);
+                        r->id, r->killed[0], r->killed[1], same ? " again (started anew)," : "",
+                        same ? "it" : "they");
     return true;
+}
+
+bool router_request_was_left(const router_requests *t, const router_request *r,
+                             uint64_t incarnation, uint64_t now_ns)
+{
+    for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++) {
+        if (r->left[i].incarnation == incarnation &&
+            now_ns - r->left[i].left_ns <= t->o.config->lost_after_ns)
+            return true;
+    }
+    return false;
+}
+
+void router_request_left_well(router_requests *t, uint32_t slot, const pd_request_key *key)
+{
+    router_request *r = key->router == t->o.router ? router_request_find(t, key->number) : NULL;
+    uint64_t incarnation = router_request_worker(t, slot)->hello.incarnation;
+    for (uint32_t i = 0; r != NULL && i < ROUTER_LEFT_MAX; i++) {
+        if (r->left[i].incarnation == incarnation && r->left[i].epoch == key->epoch)
+            r->left[i].incarnation = 0;
+    }
+}
+
+/* It is given up at who computes it, for another's fault. */
+static void remember_left(router_requests *t, router_request *r, uint64_t now_ns)
+{
+    uint32_t slot = r->state == ROUTER_REQUEST_DECODING  ? r->decode
+                    : router_request_computes(r, now_ns) ? r->prefill
+                                                         : ROUTER_NO_WORKER;
+    if (slot == ROUTER_NO_WORKER || router_request_absolved(r))
+        return;
+    r->left[r->left_count++ % ROUTER_LEFT_MAX] =
+        (router_left){.incarnation = router_request_worker(t, slot)->hello.incarnation,
+                      .left_ns = now_ns,
+                      .epoch = r->key.epoch};
 }
 
 void router_request_retry(router_requests *t, router_request *r, const router_failure *failure,
                           uint64_t now_ns)
 {
     const router_core_config *config = t->o.config;
-    if (failure->died && router_request_blame(t, r, failure->name))
-        return;
     if (r->failures_in_row >= FAILURES_IN_ROW_MAX || r->failures >= FAILURES_MAX) {
         router_request_fail(t, r, 503, failure->code, 1, "%s (attempt %u)", failure->why,
                             r->failures + 1);
@@ -155,13 +190,7 @@ void router_request_retry(router_requests *t, router_request *r, const router_fa
         r->avoid_prefill = failure->slot;
     else if (failure->slot != ROUTER_NO_WORKER)
         r->avoid_decode = failure->slot;
-    uint32_t computes = r->state == ROUTER_REQUEST_DECODING  ? r->decode
-                        : router_request_computes(r, now_ns) ? r->prefill
-                                                             : ROUTER_NO_WORKER;
-    if (computes != ROUTER_NO_WORKER) {
-        r->left_incarnation = router_request_worker(t, computes)->hello.incarnation;
-        r->left_ns = now_ns;
-    }
+    remember_left(t, r, now_ns);
     r->not_before_ns =
         r->failures_in_row <= 1
             ? 0

@@ -20,7 +20,10 @@
  * ROUTER_DEATHS_MAX (2): workers that died (silent, or came back as a new process) while they
  * computed it, as far as can be told, and before it had made ROUTER_ABSOLVED_TOKENS there. It may
  * be what kills them, and gets no third: 500. One that ran for longer was in bad company: its
- * earlier deaths are forgotten.
+ * earlier deaths are forgotten. After the first death it is a suspect. No two suspects are at one
+ * worker at a time (place.c): they spread, or wait for their turn in the queue, so that of those
+ * that were in one death together the second convicts only who was in both. What is no suspect
+ * keeps no distance, and is not held up.
  *
  * Backoff: none before the first retry, whose worker is gone; then 50 ms, 100, ... up to 1 s, each
  * times 0.5 to 1.5 at random, so that what failed together does not come back together.
@@ -38,8 +41,6 @@ typedef struct router_failure {
     router_retry_reason reason;
     pd_role role;     /* of whom to avoid; with slot */
     uint32_t slot;    /* ROUTER_NO_WORKER: nobody, or it is gone */
-    bool died;        /* the worker died while it computed this request: name says which */
-    const char *name; /* of it; NULL without died */
     const char *code; /* of the error, should there be no other attempt */
     const char *why;
 } router_failure;
@@ -61,6 +62,12 @@ void router_request_retry(router_requests *t, router_request *r, const router_fa
                           uint64_t now_ns);
 /* That worker died while it computed the request. True: it was one too many, and r is gone. */
 bool router_request_blame(router_requests *t, router_request *r, const char *worker);
+/* That incarnation computed the request until it was tried again for another's fault, a short while
+ * ago, and has not said since that it does so no more: it may have been dying. */
+bool router_request_was_left(const router_requests *t, const router_request *r,
+                             uint64_t incarnation, uint64_t now_ns);
+/* The worker says its last word on an attempt that was given up: it outlived that. */
+void router_request_left_well(router_requests *t, uint32_t slot, const pd_request_key *key);
 /* What a worker answered with status: true when that is the client's error, which has ended it. */
 bool router_request_clients_error(router_requests *t, router_request *r, pd_status status,
                                   const char *worker, const char *reason);

@@ -4,6 +4,7 @@
 #include "common/kv/prefix_hash.h"
 #include "deploy/simulate/net.h"
 #include "deploy/simulate/router.h"
+#include "deploy/simulate/suspects.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -22,7 +23,7 @@ static uint32_t number_of(const sim_world *world, const sim_request *request)
     return (uint32_t)(request - world->requests);
 }
 
-static sim_request *find(sim_router *router, router_handle handle)
+sim_request *sim_clients_find(sim_router *router, router_handle handle)
 {
     sim_world *world = router->world;
 
@@ -35,14 +36,14 @@ static sim_request *find(sim_router *router, router_handle handle)
 
 uint32_t sim_clients_number(sim_router *router, router_handle handle)
 {
-    const sim_request *request = find(router, handle);
+    const sim_request *request = sim_clients_find(router, handle);
 
     return request == NULL ? UINT32_MAX : number_of(router->world, request);
 }
 
 static sim_request *must_find(sim_router *router, router_handle handle)
 {
-    sim_request *request = find(router, handle);
+    sim_request *request = sim_clients_find(router, handle);
 
     if (request == NULL)
         sim_broken(router->world, "router %u speaks of request %" PRIu64 ", which nobody made",
@@ -124,6 +125,8 @@ static void end_with_error(sim_world *world, sim_request *request, const router_
     else if (error->http_status != 429 && error->http_status != 503 && error->http_status != 504 &&
              (error->http_status != 500 || strcmp(error->code, "request_suspect") != 0))
         sim_broken(world, "request %u: error %d: %s", number, error->http_status, error->message);
+    else if (error->http_status == 500)
+        sim_suspects_judge(world, request, error->message);
     request->failed = true;
     request->http_status = error->http_status;
     request->ends++;
@@ -151,7 +154,7 @@ router_sink sim_clients_sink(sim_router *router)
 static void see_placed(sim_router *router, const pd_msg_lease_request *asked)
 {
     sim_world *world = router->world;
-    sim_request *request = find(router, asked->key.number);
+    sim_request *request = sim_clients_find(router, asked->key.number);
 
     if (request == NULL || asked->bind)
         return;
@@ -175,7 +178,7 @@ void sim_clients_see(sim_router *router, const pd_message *message)
     if (message->kind != PD_MSG_PREFILL_REQUEST)
         return;
     const pd_request_key *key = &message->prefill_request.key;
-    sim_request *request = find(router, key->number);
+    sim_request *request = sim_clients_find(router, key->number);
     if (request == NULL) {
         sim_broken(world, "router %u asks for a prefill of request %" PRIu64 ", which nobody made",
                    router->index, key->number);
@@ -200,7 +203,7 @@ void sim_clients_see_reply(sim_router *router, const pd_message *message)
 {
     if (message->kind != PD_MSG_PREFILL_DONE || message->prefill_done.status != PD_E_OVERLOAD)
         return;
-    sim_request *request = find(router, message->prefill_done.key.number);
+    sim_request *request = sim_clients_find(router, message->prefill_done.key.number);
     if (request == NULL)
         return;
     request->attempts -= request->attempts > 0;
@@ -382,12 +385,11 @@ void sim_clients_judge(sim_world *world, sim_result *result)
         if (request->failed && (calm || i >= world->plan.requests))
             sim_broken(world, "request %u failed with %d though nothing had gone wrong", i,
                        request->http_status);
-        /* Two, and one that fell while its attempt had been given up for another reason. A router
-         * that does not hear of a death cannot count it. */
-        const uint64_t *faults = world->coverage.faults;
-        bool hears = faults[SIM_FAULT_LOSE] == 0 && faults[SIM_FAULT_PARTITION] == 0 &&
-                     faults[SIM_FAULT_ROUTER_FREEZE] == 0 && faults[SIM_FAULT_REORDER] == 0;
-        if (request->killed > (hears ? 3 : ATTEMPTS_IN_ROW_MAX))
+        uint32_t deaths = sim_suspects_deaths(world, request);
+        if (deaths > 2)
+            sim_broken(world, "request %u was given to a third worker when two had died of it (%u)",
+                       i, deaths);
+        if (request->killed > ATTEMPTS_IN_ROW_MAX)
             sim_broken(world, "request %u was given to %u workers, and each fell", i,
                        request->killed);
     }

@@ -17,6 +17,8 @@ void sim_clients_crowd(sim_world *world);
 /* A client asks; the router named by the event may be dead, then another one is tried. */
 void sim_clients_ask(sim_world *world, uint32_t number, uint32_t router);
 void sim_clients_hang_up(sim_world *world, uint32_t number);
+/* A router's request; NULL: it is not one of its. */
+sim_request *sim_clients_find(sim_router *router, router_handle handle);
 /* The index of a router's request; UINT32_MAX: it is not one of its. */
 uint32_t sim_clients_number(sim_router *router, router_handle handle);
 /* A request that a router works on; NULL: none. */

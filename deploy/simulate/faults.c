@@ -115,9 +115,9 @@ static bool poison(sim_world *world)
 {
     for (uint32_t i = 0; i < world->plan.requests; i++) {
         sim_request *request = &world->requests[i];
-        if (request->ends != 0 || request->handle != 0 || request->poison)
+        if (request->ends != 0 || request->handle != 0 || request->poison != SIM_POISON_NONE)
             continue;
-        request->poison = true;
+        request->poison = sim_chance(world, 0.4) ? SIM_POISON_DECODE : SIM_POISON_PREFILL;
         return true;
     }
     return false;

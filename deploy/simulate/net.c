@@ -6,6 +6,7 @@
 #include "common/wire/unpack.h"
 #include "deploy/simulate/clients.h"
 #include "deploy/simulate/faults.h"
+#include "deploy/simulate/suspects.h"
 #include "deploy/simulate/worker.h"
 
 #include <string.h>
@@ -88,6 +89,7 @@ bool sim_net_to_worker(sim_router *router, const char *identity, const pd_messag
         sim_worker *worker = &world->workers[i];
         if (strcmp(worker->identity, identity) != 0)
             continue;
+        sim_suspects_see_given(router, worker, message);
         if (worker->core == NULL) /* the socket hears of its end a little later */
             return !world->quiet && sim_chance(world, 0.3);
         sim_clients_see(router, message);
@@ -132,6 +134,7 @@ void sim_net_deliver(sim_world *world, const sim_event *event)
         char from[PD_IDENTITY_BYTES];
         pd_bus_identity(world->workers[event->a >> 8].name, event->b, from);
         sim_clients_see_reply(router, &message);
+        sim_suspects_see_reply(router, &message, event->b);
         router_core_on_message(router->core, (event->a & 255) == PD_CHANNEL_CONTROL ? from : NULL,
                                &message, world->now_ns);
         if (message.kind == PD_MSG_SUSPENDED)

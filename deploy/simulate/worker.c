@@ -7,6 +7,7 @@
 #include "deploy/simulate/net.h"
 #include "deploy/simulate/plane.h"
 #include "deploy/simulate/router.h"
+#include "deploy/simulate/suspects.h"
 #include "prefill-worker/prefill.h"
 
 #include <stdio.h>
@@ -169,7 +170,7 @@ static void forget_process(sim_worker *worker)
     worker->fences_next = worker->watched_next = 0;
     worker->step = NULL;
     worker->frozen_until_ns = worker->ticked_ns = 0;
-    worker->ticks = 0;
+    worker->ticks = worker->killer = 0;
     worker->slow = worker->corrupt = false;
 }
 
@@ -232,6 +233,7 @@ void sim_worker_crash(sim_worker *worker)
     sim_world *world = worker->world;
     uint64_t delay_ns = 200 * PD_NS_PER_MS + sim_random(world, 1300 * PD_NS_PER_MS);
 
+    sim_suspects_see_death(worker);
     sim_router_lose_worker(world, worker, true);
     sim_plane_crash(worker); /* takes what is on the wire out of its memory */
     sim_worker_fini(worker);
@@ -403,8 +405,11 @@ void sim_worker_on_step_done(sim_worker *worker, uint64_t number)
     pd_assert(step != NULL && step->number == number);
     for (uint32_t i = 0; i < step->slices_count; i++) {
         sim_request *request = request_of(world, &step->slices[i]);
-        if (request != NULL && request->poison && !world->quiet) {
+        sim_poison deadly =
+            worker->ops->role == PD_ROLE_DECODE ? SIM_POISON_DECODE : SIM_POISON_PREFILL;
+        if (request != NULL && request->poison == deadly && !world->quiet) {
             request->killed++;
+            worker->killer = (uint32_t)(request - world->requests) + 1;
             sim_worker_crash(worker);
             return;
         }

@@ -25,6 +25,7 @@
 #define SIM_REQUESTS_MAX  256
 #define SIM_PROMPT_MAX    512
 #define SIM_ANSWER_MAX    192
+#define SIM_GIVEN_MAX     32 /* processes that a request was given to, of late */
 
 /* What a run is made of; all of it follows from the seed. */
 typedef struct sim_plan {
@@ -105,8 +106,9 @@ typedef struct sim_worker {
     uint32_t watched_next;
     uint64_t ticked_ns; /* for pd_own_pause_ns */
     uint32_t ticks;
-    bool slow;    /* the next step is */
-    bool corrupt; /* the next blocks that leave arrive wrong */
+    uint32_t killer; /* the request + 1 whose step ends it now */
+    bool slow;       /* the next step is */
+    bool corrupt;    /* the next blocks that leave arrive wrong */
 } sim_worker;
 
 typedef struct sim_router {
@@ -124,6 +126,23 @@ typedef struct sim_router {
     bool cut_drops[SIM_WORKERS_MAX];        /* what is said meanwhile is lost, not late */
 } sim_router;
 
+/* A worker process that was asked to do something for a request. */
+typedef struct sim_given {
+    uint64_t incarnation; /* 0: none */
+    uint32_t worker, epoch;
+    bool heard; /* the router heard from there that it is computed, and knew the worker still */
+    bool left;  /* the router has given the attempt up there */
+    bool rival; /* it died, and it may have been of another one */
+    uint32_t killer; /* it died: of that request + 1, or of SIM_KILLED_ELSE */
+} sim_given;
+#define SIM_KILLED_ELSE UINT32_MAX
+
+typedef enum sim_poison {
+    SIM_POISON_NONE,
+    SIM_POISON_PREFILL, /* of the step that works through its prompt */
+    SIM_POISON_DECODE,  /* of any later step */
+} sim_poison;
+
 typedef struct sim_request {
     uint32_t router;
     uint64_t router_incarnation;
@@ -131,8 +150,9 @@ typedef struct sim_request {
     uint32_t prompt[SIM_PROMPT_MAX], prompt_count;
     uint32_t max_tokens;
     int32_t priority;
-    bool ignore_end, poison;
-    bool placed; /* at least once */
+    bool ignore_end;
+    sim_poison poison; /* whoever computes it dies */
+    bool placed;       /* at least once */
     pd_sampling sampling;
     uint32_t answer[SIM_ANSWER_MAX], answer_count; /* the right one */
     uint32_t got;
@@ -141,6 +161,8 @@ typedef struct sim_request {
     uint32_t attempts, attempts_in_row; /* prefill requests sent for it */
     uint64_t attempt_seen;              /* the highest epoch + 1 of them */
     uint32_t killed;                    /* workers that it brought down */
+    sim_given given[SIM_GIVEN_MAX];     /* a ring */
+    uint32_t given_count;               /* ever */
     int http_status;
 } sim_request;
 

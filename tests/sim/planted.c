@@ -30,6 +30,7 @@ typedef enum plant {
     PLANT_NO_SHARED_BUDGET,
     PLANT_PRIORITY_REVERSED,
     PLANT_NO_SUSPECTS,
+    PLANT_SUSPECTS_TOGETHER,
     PLANTS,
 } plant;
 
@@ -48,6 +49,7 @@ static const char *const names[PLANTS] = {
     [PLANT_NO_SHARED_BUDGET] = "no-shared-budget",
     [PLANT_PRIORITY_REVERSED] = "priority-reversed",
     [PLANT_NO_SUSPECTS] = "no-suspects",
+    [PLANT_SUSPECTS_TOGETHER] = "suspects-together",
 };
 
 static plant planted;
@@ -107,12 +109,17 @@ WRAPPED(void, router_request_retry, router_requests *t, router_request *r,
         const router_failure *failure, uint64_t now_ns)
 {
     if (planted == PLANT_NO_BUDGET)
-        r->failures = r->failures_in_row = r->killed_count = 0;
-    if (planted == PLANT_NO_SUSPECTS)
-        r->killed_count = 0;
+        r->failures = r->failures_in_row = 0;
+    if (planted == PLANT_NO_BUDGET || planted == PLANT_NO_SUSPECTS)
+        router_request_set_killed(t, r, 0);
     if (planted == PLANT_NO_SHARED_BUDGET)
         t->budget = t->o.config->requests_max;
     __real_router_request_retry(t, r, failure, now_ns);
+}
+
+WRAPPED(bool, router_request_suspect_at, const router_requests *t, uint32_t slot, uint64_t now_ns)
+{
+    return planted != PLANT_SUSPECTS_TOGETHER && __real_router_request_suspect_at(t, slot, now_ns);
 }
 
 WRAPPED(void, router_request_enqueue, router_requests *t, router_request *r)

@@ -86,6 +86,7 @@ PLANTS = [
     ("no-shared-budget", "all", 15000),
     ("priority-reversed", "all", 400),
     ("no-suspects", "poison", 400),
+    ("suspects-together", "poison", 400),
 ]
 
 
