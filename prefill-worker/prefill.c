@@ -411,6 +411,16 @@ static bool has_of(const void *ctx, uint64_t router)
     return false;
 }
 
+/* Its deadline has passed before its turn came. A pool that is full of what waits for a slow link
+ * is no failure: somebody else may have room. */
+static bool wants_room(const pd_role_core *core, const prefill_request *r)
+{
+    pd_ledger held = pd_blocks_ledger(&core->blocks);
+
+    return r->started_ns == 0 && r->pull == NULL &&
+           (!core->stepping || held.free + held.cached < r->blocks_count);
+}
+
 static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
 {
     uint64_t router;
@@ -422,7 +432,9 @@ static void prefill_on_tick(pd_role_core *core, uint64_t now_ns)
         next = r->next;
         if (r->status != PD_OK)
             continue;
-        if (now_ns >= r->deadline_ns)
+        if (now_ns >= r->deadline_ns && wants_room(core, r))
+            prefill_end_early(core, r, PD_E_OVERLOAD, "no room for its blocks in time", now_ns);
+        else if (now_ns >= r->deadline_ns)
             prefill_end_early(core, r, PD_E_TIMEOUT, "the prefill's deadline has passed", now_ns);
         else if (r->said_started_ns != 0 && !r->answer_ended &&
                  ((r->ship && !r->targets_known) || r->pull != NULL) &&

@@ -14,8 +14,9 @@ struct prefill_pull {
     prefill_request *request; /* NULL: given up */
     pd_landing landing;
     pd_lease *lease;
-    uint32_t held;                /* leading blocks that were here, pinned while it lasts */
-    uint64_t ask_ns, deadline_ns; /* given up: ask_ns is when its source is asked */
+    uint32_t held; /* leading blocks that were here, pinned while it lasts */
+    uint64_t deadline_ns;
+    uint64_t ask_ns; /* given up: when its source is asked for its last word */
 };
 
 pd_status prefill_pulls_init(prefill_pulls *pulls, const pd_role_options *options,
@@ -113,7 +114,6 @@ static pd_status begin(prefill_pulls *pulls, prefill_request *r, uint32_t held, 
     pull->lease->user = pull;
     pull->request = r;
     pull->held = held;
-    pull->ask_ns = now_ns + wait_ns / 2;
     pull->deadline_ns = now_ns + wait_ns;
     pull->next = pulls->head;
     if (pull->next != NULL)
@@ -361,7 +361,6 @@ void prefill_pulls_tick(prefill_pulls *pulls, uint64_t now_ns)
             give_up(pulls, pull, "it took too long");
         else if (pd_land_tick(&pulls->lander, &pull->landing, now_ns) == PD_LAND_BROKEN)
             give_up(pulls, pull, "blocks that its source has written did not come");
-        else if (now_ns >= pull->ask_ns)
-            pd_land_ask_missing(&pulls->lander, &pull->landing);
+        /* What is only late is not asked for: fetched twice it would be later yet. */
     }
 }

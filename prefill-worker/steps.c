@@ -149,6 +149,9 @@ void prefill_run_step(pd_role_core *core, uint64_t now_ns)
         r->in_step = true;
         if (r->started_ns == 0) {
             r->started_ns = now_ns;
+            if (r->deadline_ns !=
+                UINT64_MAX) /* as its router's: anew when the queue is behind it */
+                r->deadline_ns += now_ns - r->arrived_ns;
             if (r->said_started_ns ==
                 0) /* also without a lease to bind: it is known who computes */
                 prefill_say_started(core, r, now_ns);

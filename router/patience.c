@@ -32,9 +32,9 @@ uint64_t router_patience_landing_ns(const router_core_config *config, const pd_c
     return patience(config->transfer_ns, LANDING_FLOOR_MS, pd_cost_ship_ms(cost, bytes)) << doubled;
 }
 
-uint64_t router_patience_behind_ns(const router_core_config *config, uint64_t landing_ns)
+uint64_t router_patience_behind_ns(const router_core_config *config, uint64_t patience_ns)
 {
-    return landing_ns + config->lease_ns; /* as long as it may take to answer anything */
+    return patience_ns + config->lease_ns; /* as long as it may take to answer anything */
 }
 
 uint32_t router_patience_ms(uint64_t ns)

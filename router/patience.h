@@ -20,7 +20,7 @@ uint64_t router_patience_prefill_ns(const router_core_config *config, double que
  * (32 times at most), since a link that became slow teaches no rate by what never landed. */
 uint64_t router_patience_landing_ns(const router_core_config *config, const pd_cost *cost,
                                     uint64_t bytes, uint32_t failures);
-/* The router's own patience with a decode worker that has one: it shall speak first. */
-uint64_t router_patience_behind_ns(const router_core_config *config, uint64_t landing_ns);
+/* The router's own patience with a worker that has so much: it shall speak first. */
+uint64_t router_patience_behind_ns(const router_core_config *config, uint64_t patience_ns);
 /* For a message's field: at least 1. */
 uint32_t router_patience_ms(uint64_t ns);

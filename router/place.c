@@ -53,7 +53,7 @@ void router_place_send_prefill(router_requests *t, router_request *r, uint64_t n
     r->prefill_open = true;
     r->prefill_sent_ns = now_ns;
     r->prefill_holds = r->decode != ROUTER_NO_WORKER;
-    router_request_set_due(t, r, now_ns + patience_ns);
+    router_request_set_due(t, r, now_ns + router_patience_behind_ns(t->o.config, patience_ns));
     if (!r->charged_prefill)
         router_request_charge_prefill(t, r);
 }

@@ -358,10 +358,10 @@ static void deaf(pd_role role, const char *code)
     fake_worker *worker = &w->fake.workers[role == PD_ROLE_PREFILL ? prefill : decode];
     worker->deaf = true;
     answer *a = ask(w, 40, 20);
-    wait_ms(w, 1500);
+    wait_ms(w, 1800);
     assert_int_equal(a->ends, 0); /* it is the only one, and tried again */
     assert_true(counters_of(w).retries[ROUTER_RETRY_SILENT] > 0);
-    wait_ms(w, 7000);
+    wait_ms(w, 9000);
     assert_int_equal(a->status, 503);
     assert_string_equal(a->code, code);
     assert_non_null(strstr(a->message, worker->name));

@@ -179,6 +179,34 @@ static void a_deadline_ends_a_request_queued_or_running(void **state)
     world_destroy(w);
 }
 
+/* Copies that wait for a slow link hold the pool: who waits for their room has not failed. */
+static void a_prompt_without_room_in_time_is_refused(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .prefill_blocks = 8});
+    direct holds, waits;
+
+    make_direct(w, &holds, 100, 5); /* 7 blocks, held until its release */
+    send_direct(w, &holds);
+    while (world_end_step(w, &w->prefill))
+        read_letters(w);
+    make_direct(w, &waits, 100, 5);
+    waits.message.prefill_request.deadline_ms = 100;
+    send_direct(w, &waits);
+    assert_null(w->prefill.running);
+    world_tick(w, 99);
+    read_letters(w);
+    assert_false(w->requests[1].prefill_ended);
+    world_tick(w, 1);
+    read_letters(w);
+    assert_true(w->requests[1].prefill_ended);
+    assert_int_equal(w->requests[1].prefill_status, PD_E_OVERLOAD);
+    release(w, &holds);
+    assert_true(world_settle(w));
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
 static void a_stuck_link_is_closed_so_that_a_cancel_can_end(void **state)
 {
     (void)state;
@@ -600,6 +628,7 @@ int main(void)
         cmocka_unit_test(a_full_queue_refuses),
         cmocka_unit_test(a_request_that_comes_twice_is_one_request),
         cmocka_unit_test(a_deadline_ends_a_request_queued_or_running),
+        cmocka_unit_test(a_prompt_without_room_in_time_is_refused),
         cmocka_unit_test(a_stuck_link_is_closed_so_that_a_cancel_can_end),
         cmocka_unit_test(a_failed_write_ends_its_request_after_the_link),
         cmocka_unit_test(blocks_a_decode_worker_holds_are_not_shipped),
