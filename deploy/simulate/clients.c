@@ -3,6 +3,8 @@
 #include "common/base/clock.h"
 #include "common/kv/prefix_hash.h"
 #include "deploy/simulate/net.h"
+#include "deploy/simulate/plan.h"
+#include "deploy/simulate/reasons.h"
 #include "deploy/simulate/router.h"
 #include "deploy/simulate/suspects.h"
 
@@ -114,19 +116,17 @@ static void on_finish(void *ctx, router_handle handle, const router_finish *fini
     request->ends++;
 }
 
-static void end_with_error(sim_world *world, sim_request *request, const router_error *error)
+static void end_with_error(sim_router *router, sim_request *request, const router_error *error)
 {
+    sim_world *world = router->world;
     uint32_t number = number_of(world, request);
 
     if (request->ends != 0)
         sim_broken(world, "request %u: an error after its end: %s", number, error->message);
     else if (error->message[0] == '\0' || error->type == NULL)
         sim_broken(world, "request %u: an error without a word", number);
-    else if (error->http_status != 429 && error->http_status != 503 && error->http_status != 504 &&
-             (error->http_status != 500 || strcmp(error->code, "request_suspect") != 0))
-        sim_broken(world, "request %u: error %d: %s", number, error->http_status, error->message);
-    else if (error->http_status == 500)
-        sim_suspects_judge(world, request, error->message);
+    else
+        sim_reasons_judge(router, request, error);
     request->failed = true;
     request->http_status = error->http_status;
     request->ends++;
@@ -139,7 +139,7 @@ static void on_error(void *ctx, router_handle handle, const router_error *error)
     sim_request *request = must_find(router, handle);
 
     if (request != NULL)
-        end_with_error(router->world, request, error);
+        end_with_error(router, request, error);
 }
 
 router_sink sim_clients_sink(sim_router *router)
@@ -319,8 +319,9 @@ void sim_clients_ask(sim_world *world, uint32_t number, uint32_t at)
     in.priority = request->priority;
     request->router = at;
     request->router_incarnation = router->incarnation;
+    request->asked_ns = world->now_ns;
     if (router_core_on_request(router->core, &in, world->now_ns, &request->handle, &error) != PD_OK)
-        end_with_error(world, request, &error);
+        end_with_error(router, request, &error);
 }
 
 void sim_clients_hang_up(sim_world *world, uint32_t number)
@@ -372,7 +373,7 @@ bool sim_clients_all_ended(const sim_world *world, uint32_t count)
 
 void sim_clients_judge(sim_world *world, sim_result *result)
 {
-    bool calm = sim_router_calm(&world->plan);
+    bool calm = sim_plan_is_calm(&world->plan);
 
     for (uint32_t i = 0; i < world->requests_count; i++) {
         const sim_request *request = &world->requests[i];

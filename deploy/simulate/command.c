@@ -30,7 +30,7 @@ static const char usage[] =
     "  --each         two lines a seed; without it those that fail, and a summary\n"
     "  --faults LIST  all (default: a standard run), none, or some of crash, freeze, pool, cut,\n"
     "                 partition, router-crash, router-freeze, router-leave, hang-up, slow,\n"
-    "                 corrupt, short, poison, lose, duplicate, reorder\n"
+    "                 corrupt, short, poison, lose, duplicate, reorder, slow-link\n"
     "  --whole        fail when something that must happen has not happened in any run\n"
     "  --fail-fast    stop at the first seed that fails\n"
     "  --log LEVEL    the log of the deciding parts on stderr: error, warn, info, debug, trace;\n"
@@ -132,7 +132,7 @@ static bool run_seed(sim_shared *shared, const sim_options *options, uint64_t se
 {
     sim_plan plan;
     sim_result result = {0}, again = {0};
-    char text[400];
+    char text[600];
 
     sim_plan_draw(seed, options->allowed, &plan);
     if (options->each) {

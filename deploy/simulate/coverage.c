@@ -19,6 +19,7 @@ static const char *const fault_names[SIM_FAULTS] = {
     [SIM_FAULT_LOSE] = "lose",
     [SIM_FAULT_DUPLICATE] = "duplicate",
     [SIM_FAULT_REORDER] = "reorder",
+    [SIM_FAULT_SLOW_LINK] = "slow-link",
 };
 
 static const char *const audit_names[SIM_AUDIT_STATES] = {
@@ -52,6 +53,8 @@ void sim_coverage_add(sim_coverage *sum, const sim_coverage *run)
     sum->pulls_failed += run->pulls_failed;
     sum->suspects += run->suspects;
     sum->no_budget += run->no_budget;
+    sum->refetches += run->refetches;
+    sum->seal_failures += run->seal_failures;
     if (run->attempts_max > sum->attempts_max)
         sum->attempts_max = run->attempts_max;
 }
@@ -74,6 +77,8 @@ void sim_coverage_add_router(sim_coverage *sum, const router_core *core)
     sum->pulls_failed += counters.pulls_failed;
     sum->suspects += counters.suspects;
     sum->no_budget += counters.budget_exhausted;
+    sum->refetches += counters.refetches;
+    sum->seal_failures += counters.seal_failures;
 }
 
 uint64_t sim_coverage_faults(const sim_coverage *coverage)
@@ -110,10 +115,11 @@ void sim_coverage_print(const sim_coverage *coverage, FILE *out)
     fprintf(out,
             "; resumed %" PRIu64 " moves %" PRIu64 " (failed %" PRIu64 ") gave way %" PRIu64
             " pulls %" PRIu64 " (failed %" PRIu64 ") suspects %" PRIu64 " no budget %" PRIu64
+            " fetched again %" PRIu64 " (wrong again %" PRIu64 ")"
             "; attempts of one request: at most %" PRIu64 "\n",
             coverage->resumed, coverage->moves, coverage->moves_failed, coverage->gave_way,
             coverage->pulls, coverage->pulls_failed, coverage->suspects, coverage->no_budget,
-            coverage->attempts_max);
+            coverage->refetches, coverage->seal_failures, coverage->attempts_max);
 }
 
 uint32_t sim_coverage_holes(const sim_coverage *coverage, FILE *out)

@@ -28,6 +28,7 @@ typedef enum sim_fault {
     SIM_FAULT_LOSE,
     SIM_FAULT_DUPLICATE,
     SIM_FAULT_REORDER,
+    SIM_FAULT_SLOW_LINK, /* links that carry a fraction of what they did; counted by pieces */
     SIM_FAULTS,
 } sim_fault;
 #define SIM_FAULTS_SINGLE SIM_FAULT_LOSE /* those before it happen one by one */
@@ -45,6 +46,7 @@ typedef struct sim_coverage {
     uint64_t transitions[ROUTER_TRANSITIONS_MAX]; /* by row of the lifecycle table */
     uint64_t retries[ROUTER_RETRY_REASONS];
     uint64_t resumed, moves, moves_failed, gave_way, pulls, pulls_failed, suspects, no_budget;
+    uint64_t refetches, seal_failures;
     uint64_t attempts_max; /* of one request */
 } sim_coverage;
 

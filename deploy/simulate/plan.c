@@ -13,6 +13,36 @@ static uint32_t among(uint64_t *random, const uint32_t *values, uint32_t count)
     among((random), (const uint32_t[]){__VA_ARGS__},                                               \
           sizeof((const uint32_t[]){__VA_ARGS__}) / sizeof(uint32_t))
 
+#define HARMLESS (1u << SIM_FAULT_HANG_UP | 1u << SIM_FAULT_SHORT)
+
+bool sim_plan_is_calm(const sim_plan *plan)
+{
+    return (plan->allowed & ~HARMLESS) == 0;
+}
+
+bool sim_plan_is_only_slow(const sim_plan *plan)
+{
+    return (plan->allowed & ~HARMLESS) == 1u << SIM_FAULT_SLOW_LINK;
+}
+
+/* One run in five, or each in which nothing else goes wrong. Half of them are slow for good, the
+ * others become slow, and may become fast again, while requests are under way. */
+static void draw_slow_links(uint64_t *random, sim_plan *plan)
+{
+    uint32_t factor = AMONG(random, 50, 200, 1000, 3000, 10000);
+    bool some = AMONG(random, 1, 0, 0, 0, 0) != 0, for_good = AMONG(random, 0, 1) != 0;
+    bool between = AMONG(random, 0, 0, 1) != 0;
+    uint64_t from_ns = AMONG(random, 100, 500, 1000, 2000) * PD_NS_PER_MS;
+    uint64_t for_ns = AMONG(random, 500, 2000, 10000, 600000) * PD_NS_PER_MS;
+
+    if ((plan->allowed >> SIM_FAULT_SLOW_LINK & 1) == 0 || (!some && !sim_plan_is_only_slow(plan)))
+        return;
+    plan->slow_factor = factor;
+    plan->slow_between_hosts = between && plan->two_hosts;
+    plan->slow_from_ns = for_good ? 0 : from_ns;
+    plan->slow_for_ns = for_good ? UINT64_MAX / 2 : for_ns;
+}
+
 void sim_plan_draw(uint64_t seed, uint32_t allowed, sim_plan *plan_out)
 {
     uint64_t random = pd_mix64(seed);
@@ -61,21 +91,27 @@ void sim_plan_draw(uint64_t seed, uint32_t allowed, sim_plan *plan_out)
     };
     pd_status status = pd_kv_layout_make(&shape, &options, &plan.layout);
     pd_assert(status == PD_OK);
+    draw_slow_links(&random, &plan);
     *plan_out = plan;
 }
 
 void sim_plan_describe(const sim_plan *plan, char *text, size_t size)
 {
-    snprintf(text, size,
-             "%u routers, %u:%u workers on %u hosts, %u blocks of %u in %u groups, chunks %u, "
-             "batch %u, queue %u, %s, cache %s, seals %s, %u requests every %.0f ms, %.0f %% late, "
-             "lose %.1f double %.1f reorder %.1f %%, %u faults, tokens %.0f ms "
-             "behind, %.0f s for a request",
-             plan->routers, plan->prefill, plan->decode, plan->two_hosts ? 2 : 1,
-             plan->layout.blocks, plan->layout.block_tokens, plan->layout.groups,
-             plan->chunk_tokens, plan->max_batch, plan->queue_max,
-             pd_router_policy_name(plan->policy), plan->prefix_cache ? "on" : "off",
-             plan->seals ? "on" : "off", plan->requests, plan->gap_ms, plan->late * 100,
-             plan->lose * 100, plan->duplicate * 100, plan->reorder * 100, plan->faults,
-             (double)plan->tokens_late_ns / PD_NS_PER_MS, (double)plan->total_ns / PD_NS_PER_S);
+    int used = snprintf(
+        text, size,
+        "%u routers, %u:%u workers on %u hosts, %u blocks of %u in %u groups, chunks %u, "
+        "batch %u, queue %u, %s, cache %s, seals %s, %u requests every %.0f ms, %.0f %% late, "
+        "lose %.1f double %.1f reorder %.1f %%, %u faults, tokens %.0f ms "
+        "behind, %.0f s for a request",
+        plan->routers, plan->prefill, plan->decode, plan->two_hosts ? 2 : 1, plan->layout.blocks,
+        plan->layout.block_tokens, plan->layout.groups, plan->chunk_tokens, plan->max_batch,
+        plan->queue_max, pd_router_policy_name(plan->policy), plan->prefix_cache ? "on" : "off",
+        plan->seals ? "on" : "off", plan->requests, plan->gap_ms, plan->late * 100,
+        plan->lose * 100, plan->duplicate * 100, plan->reorder * 100, plan->faults,
+        (double)plan->tokens_late_ns / PD_NS_PER_MS, (double)plan->total_ns / PD_NS_PER_S);
+    if (plan->slow_factor > 0 && used > 0 && (size_t)used < size)
+        snprintf(text + used, size - (size_t)used,
+                 ", links%s %u times as slow from %.1f s for %.1f s",
+                 plan->slow_between_hosts ? " between hosts" : "", plan->slow_factor,
+                 (double)plan->slow_from_ns / PD_NS_PER_S, (double)plan->slow_for_ns / PD_NS_PER_S);
 }

@@ -13,6 +13,10 @@
 #define WIRE_DELAY_NS    20000ull  /* from landed to noticed */
 #define JITTER_NS        100000ull /* notices may overtake each other by so much */
 #define NO_SHIPMENT      UINT32_MAX
+/* What a fast link takes for a byte of a prompt that is shipped, its fixed cost spread over it: of
+ * this a slow link is a multiple. */
+#define USUAL_BYTE_MS 1.2e-5
+#define SLOW_PIECE_MS 25.0 /* as common/worker/ship.c: half of its credit, a block at least */
 
 /* Puts of some blocks, and the notice behind them. */
 typedef struct sim_parcel {
@@ -75,7 +79,7 @@ static void end_shipment(sim_worker *worker, sim_shipment *shipment)
                                            .tag = worker->links[shipment->asked.peer].tag,
                                            .ticket = shipment->asked.ticket,
                                            .bytes = shipment->bytes,
-                                           .wire_ns = world->now_ns - shipment->posted_ns});
+                                           .wire_ns = shipment->wire_ns});
     pd_free(shipment->memory);
     *shipment = (sim_shipment){0};
 }
@@ -104,6 +108,20 @@ static bool all_posted(const sim_shipment *shipment)
     return shipment->dropped || shipment->group == shipment->asked.groups;
 }
 
+/* Milliseconds for a byte on a slow link; 0: this one is not slow now. */
+static double slow_byte_ms(const sim_worker *worker, const sim_link *link)
+{
+    const sim_world *world = worker->world;
+    const sim_plan *plan = &world->plan;
+    uint64_t from_ns = world->first_ask_ns + plan->slow_from_ns;
+
+    if (plan->slow_factor == 0 || world->quiet || world->now_ns < from_ns ||
+        world->now_ns - from_ns >= plan->slow_for_ns ||
+        (plan->slow_between_hosts && world->workers[link->target].host == worker->host))
+        return 0;
+    return plan->slow_factor * USUAL_BYTE_MS;
+}
+
 /* Posts a parcel behind all that was posted to that peer before. */
 static pd_status post(sim_worker *worker, sim_parcel *parcel, const pd_notice *notice)
 {
@@ -125,7 +143,9 @@ static pd_status post(sim_worker *worker, sim_parcel *parcel, const pd_notice *n
     sim_parcel *copy = sim_copy(world, parcel, sizeof(*parcel));
     if (copy == NULL)
         return PD_E_NOMEM;
-    double ms = pd_cost_ship_ms(&world->cost, parcel->bytes) + 0.02;
+    double slow_ms = (double)parcel->bytes * slow_byte_ms(worker, link);
+    double ms = pd_cost_ship_ms(&world->cost, parcel->bytes) + 0.02 + slow_ms;
+    world->coverage.faults[SIM_FAULT_SLOW_LINK] += slow_ms > 0;
     uint64_t wire_ns = (uint64_t)(ms * PD_NS_PER_MS) + sim_random(world, 50000);
     if (link->free_at_ns < world->now_ns)
         link->free_at_ns = world->now_ns;
@@ -196,14 +216,30 @@ static void post_word(sim_worker *worker, sim_shipment *shipment)
     shipment->group = shipment->asked.groups;
 }
 
+/* Blocks of a layer group that may go at once: on a slow link as much as keeps others from waiting
+ * long for their turn. */
+static uint32_t quantum(const sim_worker *worker, const sim_shipment *shipment, uint32_t most)
+{
+    const pd_kv_layout *layout = &worker->world->plan.layout;
+    const pd_shipment *asked = &shipment->asked;
+    double block_ms =
+        slow_byte_ms(worker, &worker->links[asked->peer]) *
+        (double)pd_kv_layout_block_bytes(layout, asked->group_first + shipment->group);
+
+    if (block_ms * most <= SLOW_PIECE_MS)
+        return most;
+    return block_ms >= SLOW_PIECE_MS ? 1 : (uint32_t)(SLOW_PIECE_MS / block_ms);
+}
+
 /* The next piece of a shipment: one layer group, or all of them when they are few blocks. */
 static void post_piece(sim_worker *worker, sim_shipment *shipment)
 {
     const pd_shipment *asked = &shipment->asked;
     uint32_t index = (uint32_t)(shipment - worker->shipments);
-    uint32_t most = 1 + (uint32_t)sim_random(worker->world, 16);
+    uint32_t most = quantum(worker, shipment, 1 + (uint32_t)sim_random(worker->world, 16));
     bool whole = shipment->group == 0 && shipment->done == 0 &&
-                 asked->groups * asked->count <= PIECE_SEALS_MAX && sim_chance(worker->world, 0.3);
+                 asked->groups * asked->count <= quantum(worker, shipment, PIECE_SEALS_MAX) &&
+                 sim_chance(worker->world, 0.3);
     uint32_t count = asked->count - shipment->done;
 
     if (!whole && count > most)
@@ -273,8 +309,7 @@ static sim_shipment *take_shipment(sim_worker *worker, pd_peer peer)
                                .serial = ++worker->shipment_serial,
                                .asked.peer = peer,
                                .generation = worker->links[peer].generation,
-                               .served = worker->links[peer].turns,
-                               .posted_ns = worker->world->now_ns};
+                               .served = worker->links[peer].turns};
     return shipment;
 }
 
@@ -668,6 +703,7 @@ static void tell_sent(sim_world *world, sim_worker *sender, const sim_parcel *pa
     sim_shipment *shipment = &sender->shipments[parcel->shipment];
     pd_assert(shipment->used && shipment->pieces > 0);
     shipment->pieces--;
+    shipment->wire_ns += world->now_ns - parcel->posted_ns;
     if (status == PD_OK)
         shipment->bytes += parcel->bytes;
     else if (shipment->status == PD_OK)

@@ -2,6 +2,7 @@
 
 #include "common/base/clock.h"
 #include "deploy/simulate/clients.h"
+#include "deploy/simulate/plan.h"
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -9,16 +10,11 @@
 #define LAST_WORDS_NS  (300 * PD_NS_PER_MS) /* from the end of its requests to that of a router */
 #define BUDGET_FILLS_S 60.0                 /* router/retry.h */
 
-bool sim_router_calm(const sim_plan *plan)
-{
-    return (plan->allowed & ~(1u << SIM_FAULT_HANG_UP | 1u << SIM_FAULT_SHORT)) == 0;
-}
-
 void sim_router_start(sim_router *router)
 {
     sim_world *world = router->world;
     const sim_plan *plan = &world->plan;
-    bool calm = sim_router_calm(plan);
+    bool calm = sim_plan_is_calm(plan), only_slow = sim_plan_is_only_slow(plan);
     uint64_t patience = calm ? 1000 : 1;
     router_core_config config = {
         .model = "simulated",
@@ -30,12 +26,14 @@ void sim_router_start(sim_router *router)
         .policy = plan->policy,
         .cost = world->cost,
         .requests_max = plan->requests + 4,
-        .queue_max = calm ? plan->requests + 4 : 16,
-        .queue_ns = patience * 5 * PD_NS_PER_S,
+        .queue_max = calm || only_slow ? plan->requests + 4 : 16,
+        .queue_ns = patience * (only_slow ? plan->total_ns : 5 * PD_NS_PER_S),
         .lease_ns = patience * PD_NS_PER_S,
         .prefill_ns = patience * 10 * PD_NS_PER_S,
         .transfer_ns = patience * 5 * PD_NS_PER_S,
-        .decode_idle_ns = patience * 5 * PD_NS_PER_S,
+        /* A sequence without room for its next token stands still until what lands slowly has
+         * ended. */
+        .decode_idle_ns = patience * (only_slow ? plan->total_ns : 5 * PD_NS_PER_S),
         .total_ns = patience * plan->total_ns,
         .heartbeat_ns = 100 * PD_NS_PER_MS,
         .lost_after_ns = PD_NS_PER_S,
@@ -47,6 +45,9 @@ void sim_router_start(sim_router *router)
     router->frozen_until_ns = 0;
     router->started_ns = world->now_ns;
     router->leaving = false;
+    router->queue_ns = config.queue_ns;
+    router->total_ns = config.total_ns;
+    router->queue_max = config.queue_max;
     for (uint32_t i = 0; i < world->workers_count; i++)
         world->workers[i].views[router->index].received_ns = 0;
     pd_status status =

@@ -6,9 +6,6 @@
 #include "common/base/clock.h"
 #include "deploy/simulate/world.h"
 
-/* Nothing breaks in such a run: nothing may fail, and no deadline is near. */
-bool sim_router_calm(const sim_plan *plan);
-
 /* A process starts at the router's address: another incarnation that knows nobody. */
 void sim_router_start(sim_router *router);
 /* kill -9: its clients' connections are cut; it is started again. */

@@ -233,6 +233,7 @@ void sim_worker_crash(sim_worker *worker)
     sim_world *world = worker->world;
     uint64_t delay_ns = 200 * PD_NS_PER_MS + sim_random(world, 1300 * PD_NS_PER_MS);
 
+    worker->deaths++;
     sim_suspects_see_death(worker);
     sim_router_lose_worker(world, worker, true);
     sim_plane_crash(worker); /* takes what is on the wire out of its memory */

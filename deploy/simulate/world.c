@@ -6,6 +6,7 @@
 #include "deploy/simulate/clients.h"
 #include "deploy/simulate/faults.h"
 #include "deploy/simulate/net.h"
+#include "deploy/simulate/plan.h"
 #include "deploy/simulate/plane.h"
 #include "deploy/simulate/router.h"
 #include "deploy/simulate/worker.h"
@@ -102,6 +103,7 @@ static pd_status init(sim_world *world, const sim_plan *plan)
         world->routers[i].host = plan->two_hosts ? i % 2 : 0;
         sim_router_start(&world->routers[i]);
     }
+    world->first_ask_ns = START_NS + FIRST_ASK_NS;
     world->asked_by_ns = sim_clients_draw(world, START_NS + FIRST_ASK_NS);
     sim_faults_draw(world, START_NS + FIRST_ASK_NS, world->asked_by_ns + PD_NS_PER_S / 2);
     return world->status;
@@ -228,7 +230,7 @@ static void held(const sim_world *world, char *text, size_t size)
 static void check_progress(sim_world *world, uint32_t asked)
 {
     if (world->now_ns < world->asked_by_ns + world->plan.total_ns + LATE_NS ||
-        sim_router_calm(&world->plan))
+        sim_plan_is_calm(&world->plan))
         return;
     for (uint32_t i = 0; i < asked; i++)
         if (world->requests[i].ends == 0) {
@@ -305,9 +307,17 @@ static void judge(sim_world *world, sim_result *result)
     uint64_t retries = 0;
     for (uint32_t i = 0; i < ROUTER_RETRY_REASONS; i++)
         retries += world->coverage.retries[i];
-    if (retries > 0 && sim_router_calm(plan))
-        sim_broken(world, "%" PRIu64 " attempts were made again though nothing had gone wrong",
-                   retries);
+    if (retries + world->coverage.refetches > 0 && sim_plan_is_calm(plan))
+        sim_broken(world,
+                   "%" PRIu64 " attempts were made again, and %" PRIu64
+                   " times blocks were fetched again, though nothing had gone wrong",
+                   retries, world->coverage.refetches);
+    if (sim_plan_is_only_slow(plan) &&
+        retries + world->coverage.refetches + world->coverage.seal_failures > 0)
+        sim_broken(world,
+                   "slow links alone: %" PRIu64 " attempts were made again, %" PRIu64
+                   " times blocks were fetched again, %" PRIu64 " times that failed",
+                   retries, world->coverage.refetches, world->coverage.seal_failures);
     if (plan->allowed == SIM_ALLOW_ALL &&
         (plan->routers < 2 || world->workers_count < 4 || plan->requests < 30 ||
          sim_coverage_faults(&world->coverage) < 10))

@@ -44,6 +44,11 @@ typedef struct sim_plan {
     uint32_t faults;   /* single faults drawn */
     uint64_t total_ns; /* a request's deadline */
     bool two_hosts;    /* a peer's death is not seen from the other host */
+    /* Data links carry so many times less: all of them, or those between hosts; from then on (after
+     * the first request), for so long. 0: none do. */
+    uint32_t slow_factor;
+    bool slow_between_hosts;
+    uint64_t slow_from_ns, slow_for_ns;
 } sim_plan;
 
 typedef struct sim_world sim_world;
@@ -62,7 +67,7 @@ typedef struct sim_shipment {
     uint32_t pieces;      /* posted, not landed yet */
     bool dropped;         /* nothing more is posted */
     pd_status status;
-    uint64_t bytes, posted_ns;
+    uint64_t bytes, wire_ns; /* landed, and the link's time for it */
 } sim_shipment;
 
 /* A link of the data plane, at its sending end. */
@@ -106,6 +111,7 @@ typedef struct sim_worker {
     uint32_t watched_next;
     uint64_t ticked_ns; /* for pd_own_pause_ns */
     uint32_t ticks;
+    uint32_t deaths; /* of all its processes */
     uint32_t killer; /* the request + 1 whose step ends it now */
     bool slow;       /* the next step is */
     bool corrupt;    /* the next blocks that leave arrive wrong */
@@ -120,6 +126,8 @@ typedef struct sim_router {
     uint64_t frozen_until_ns;
     uint64_t started_ns;
     bool leaving;
+    uint64_t queue_ns, total_ns; /* its deadlines */
+    uint32_t queue_max;
     uint64_t placed_at; /* events_done when it placed a request last */
     int32_t placed_priority;
     uint64_t cut_until_ns[SIM_WORKERS_MAX]; /* the network between it and a worker is broken */
@@ -147,6 +155,7 @@ typedef struct sim_request {
     uint32_t router;
     uint64_t router_incarnation;
     router_handle handle;
+    uint64_t asked_ns;
     uint32_t prompt[SIM_PROMPT_MAX], prompt_count;
     uint32_t max_tokens;
     int32_t priority;
@@ -179,10 +188,10 @@ struct sim_world {
     pd_cost cost;
     uint64_t journal; /* hash of all that happened */
     uint64_t events_done;
-    sim_kind event_kind;  /* what happens now */
-    uint64_t asked_by_ns; /* the last arrival */
-    uint32_t faults_left; /* scheduled, not happened yet */
-    bool quiet;           /* no more faults: the run is to come to its end */
+    sim_kind event_kind;                /* what happens now */
+    uint64_t first_ask_ns, asked_by_ns; /* the first arrival, and the last */
+    uint32_t faults_left;               /* scheduled, not happened yet */
+    bool quiet;                         /* no more faults: the run is to come to its end */
     sim_coverage coverage;
     pd_status status; /* of the world itself: out of memory */
     char fault[512];  /* the first broken promise; "" while all is well */

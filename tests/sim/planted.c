@@ -31,6 +31,8 @@ typedef enum plant {
     PLANT_PRIORITY_REVERSED,
     PLANT_NO_SUSPECTS,
     PLANT_SUSPECTS_TOGETHER,
+    PLANT_PROGRESS_UNHEARD,
+    PLANT_LATE_IS_LOST,
     PLANTS,
 } plant;
 
@@ -50,6 +52,8 @@ static const char *const names[PLANTS] = {
     [PLANT_PRIORITY_REVERSED] = "priority-reversed",
     [PLANT_NO_SUSPECTS] = "no-suspects",
     [PLANT_SUSPECTS_TOGETHER] = "suspects-together",
+    [PLANT_PROGRESS_UNHEARD] = "progress-unheard",
+    [PLANT_LATE_IS_LOST] = "late-is-lost",
 };
 
 static plant planted;
@@ -135,6 +139,25 @@ WRAPPED(bool, pd_landing_over, const pd_landing *landing)
     bool read = landing->checks > 0;
 
     return (planted == PLANT_NO_QUARANTINE && !read) || __real_pd_landing_over(landing);
+}
+
+/* A landing's deadline counts its own blocks alone, not what comes from its sender for others. */
+WRAPPED(void, pd_land_heard, pd_lander *lander, uint64_t sender, uint64_t now_ns)
+{
+    if (planted != PLANT_PROGRESS_UNHEARD)
+        __real_pd_land_heard(lander, sender, now_ns);
+}
+
+/* What has not come within half of the patience is asked for again, whatever comes. */
+WRAPPED(pd_land_result, pd_land_tick, pd_lander *lander, pd_landing *landing, uint64_t now_ns)
+{
+    pd_land_result result = __real_pd_land_tick(lander, landing, now_ns);
+
+    if (planted == PLANT_LATE_IS_LOST && result == PD_LAND_PART && landing->to_land > 0 &&
+        landing->patience_ns > 0 && now_ns >= landing->awaited_ns + landing->patience_ns / 2 &&
+        !landing->given_up && !pd_land_ask_missing(lander, landing))
+        return PD_LAND_BROKEN;
+    return result;
 }
 
 WRAPPED(pd_land_result, pd_land_on_checked, pd_lander *lander, const pd_checked *checked,

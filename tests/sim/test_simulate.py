@@ -44,9 +44,9 @@ def test_standard_runs_keep_every_promise_and_show_every_state():
         assert took < 900 * max(1, 2 / JOBS), f"{RUNS} standard runs took {took:.0f} s"
 
 
-@pytest.mark.parametrize("faults", ["none", "hang-up,short", "crash", "freeze", "cut,corrupt", "router-crash,router-freeze,router-leave", "partition", "lose,duplicate,reorder", "pool,poison"])
+@pytest.mark.parametrize("faults", ["none", "hang-up,short", "crash", "freeze", "cut,corrupt", "router-crash,router-freeze,router-leave", "partition", "lose,duplicate,reorder", "pool,poison", "slow-link", "slow-link,hang-up,short"])
 def test_one_kind_of_fault_alone(faults):
-    """Where nothing breaks (none; hang-up and short) nothing may fail and nothing is tried twice."""
+    """Where nothing breaks (none; hang-up and short) nothing may fail and nothing is tried twice; nor where links are only slow."""
     runs = max(RUNS // 50, 20)
     status, out, err = simulate("--seed", FIRST, "--runs", runs, "--jobs", JOBS, "--faults", faults)
     assert status == 0, f"seeds from {FIRST}, faults {faults}:\n{told(out)}\n{err[-1500:]}"
@@ -87,6 +87,8 @@ PLANTS = [
     ("priority-reversed", "all", 400),
     ("no-suspects", "poison", 400),
     ("suspects-together", "poison", 400),
+    ("progress-unheard", "slow-link", 400),
+    ("late-is-lost", "slow-link", 400),
 ]
 
 
