@@ -648,9 +648,6 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
         break;
     case PD_MSG_PEER_GONE: decode_landing_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:
-        pd_last_words_router_is_back(&core->words, router);
-        on_heartbeat(core, router, now_ns);
-        break;
     case PD_MSG_ROUTER_HEARTBEAT: on_heartbeat(core, router, now_ns); break;
     case PD_MSG_SNAPSHOT_REQUEST:
         pd_blocks_publish(&core->blocks, &core->options, &core->sink, &core->routers);

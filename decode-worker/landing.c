@@ -93,17 +93,12 @@ static void on_abort(pd_role_core *core, const pd_notice *notice)
 {
     bool any = false;
 
-    if (notice->receiver == core->options.incarnation) {
-        for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
-            next = s->next;
-            bool named = s->key.router == notice->key.router &&
-                         (notice->key.number == 0 || (s->key.number == notice->key.number &&
-                                                      s->key.epoch == notice->key.epoch));
-            if (named && !s->landed && s->lease->prefill == notice->sender) {
-                decode_landing_sender_done(core, s, "the sender gave up");
-                any = true;
-            }
-        }
+    for (decode_sequence *s = core->sequences, *next; s != NULL; s = next) {
+        next = s->next;
+        if (s->landed || !pd_landing_is_aborted(&s->landing, &core->options, notice))
+            continue;
+        decode_landing_sender_done(core, s, "the sender gave up");
+        any = true;
     }
     core->counters.notices_ignored += !any;
 }

@@ -324,7 +324,6 @@ static void prefill_on_message(pd_role_core *core, uint64_t router, const pd_mes
         return;
     }
     switch (message->kind) {
-    case PD_MSG_WELCOME: pd_last_words_router_is_back(&core->words, router); break;
     case PD_MSG_PREFILL_REQUEST: on_prefill_request(core, &message->prefill_request, now_ns); break;
     case PD_MSG_TARGETS: on_targets(core, &message->targets, now_ns); break;
     case PD_MSG_RELEASE: on_release(core, &message->release); break;

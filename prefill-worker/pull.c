@@ -263,13 +263,8 @@ static void on_abort(prefill_pulls *pulls, const pd_notice *notice)
     bool any = false;
 
     for (prefill_pull *pull = pulls->head, *next; pull != NULL; pull = next) {
-        const pd_request_key *key = &pull->landing.key;
         next = pull->next;
-        if (key->router != notice->key.router || pull->lease->prefill != notice->sender ||
-            notice->receiver != pulls->options->incarnation)
-            continue;
-        if (notice->key.number != 0 &&
-            (key->number != notice->key.number || key->epoch != notice->key.epoch))
+        if (!pd_landing_is_aborted(&pull->landing, pulls->options, notice))
             continue;
         close(pulls, pull, "the source gave up");
         any = true;

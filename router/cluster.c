@@ -156,14 +156,15 @@ static void tell_peer(router_cluster *cluster, const router_worker *to, router_w
                     peer->hello.name);
 }
 
-static void welcome(router_cluster *cluster, uint32_t slot, bool both_ways)
+static void welcome(router_cluster *cluster, uint32_t slot, uint32_t session, bool both_ways)
 {
     router_worker *worker = &cluster->workers[slot];
     pd_message message = {
         .kind = PD_MSG_WELCOME,
         .welcome = {.router = cluster->router,
                     .heartbeat_ms = (uint32_t)(cluster->config->heartbeat_ns / PD_NS_PER_MS),
-                    .lost_after_ms = (uint32_t)(cluster->config->lost_after_ns / PD_NS_PER_MS)}};
+                    .lost_after_ms = (uint32_t)(cluster->config->lost_after_ns / PD_NS_PER_MS),
+                    .session = session}};
     if (!send(cluster, worker->identity, &message))
         pd_log_warn("msg=\"the welcome could not be sent\" worker=%s", worker->hello.name);
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
@@ -224,7 +225,7 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
         if (other->hello.incarnation == hello->incarnation &&
             other->hello.role == hello->role) { /* it did not hear the welcome */
             other->heard_ns = now_ns;
-            welcome(cluster, i, false);
+            welcome(cluster, i, hello->session, false);
             *slot_out = i;
             return PD_OK;
         }
@@ -252,7 +253,7 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
         cluster->slots_used = slot + 1;
     cluster->count++;
     cluster->registered++;
-    welcome(cluster, slot, true);
+    welcome(cluster, slot, hello->session, true);
     pd_log_info("msg=\"worker registered\" worker=%s role=%s incarnation=%016" PRIx64
                 " pid=%" PRId64 " backend=%s transfer=%s blocks=%u",
                 hello->name, hello->role == PD_ROLE_PREFILL ? "prefill" : "decode",
@@ -359,7 +360,8 @@ void router_worker_peer(const router_worker *worker, bool address, pd_msg_peer *
     *peer_out = (pd_msg_peer){.incarnation = worker->hello.incarnation,
                               .pid = worker->hello.pid,
                               .host = worker->hello.host,
-                              .started = worker->hello.started};
+                              .started = worker->hello.started,
+                              .session = worker->hello.session};
     memcpy(peer_out->name, worker->hello.name, sizeof peer_out->name);
     if (address) {
         peer_out->transfer_address = worker->address;

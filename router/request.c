@@ -723,6 +723,10 @@ static bool blame(router_requests *t, router_request *r, const loss *lost, uint6
 {
     if (lost->how != ROUTER_GONE_DIED || !dies_with(t, r, lost->slot, now_ns))
         return false;
+    /* Found already: nobody else is asked about it. */
+    if ((r->killed_count == 0 && lost->suspects > 0) ||
+        router_request_is_explained(t, router_request_worker(t, lost->slot)->hello.incarnation))
+        return false;
     if (r->killed_count > 0 && lost->suspects > 1) {
         pd_log_req_warn(r->id,
                         "msg=\"%u suspects were at %s when it died: which of them it was is "

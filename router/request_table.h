@@ -18,7 +18,8 @@ enum {
     ROUTER_AGAIN_MAX = 32,       /* ranges of blocks asked for again of one shipment */
     ROUTER_LEFT_PULLS_MAX = 256,
     ROUTER_DEATHS_MAX = 2, /* workers that a request may bring down */
-    ROUTER_LEFT_MAX = 4,   /* workers left of late that are remembered */
+    ROUTER_EXPLAINED_MAX = 64,
+    ROUTER_LEFT_MAX = 4, /* workers left of late that are remembered */
 };
 #define ROUTER_SLOT_NONE UINT32_MAX
 #define ROUTER_SLOT_BITS (ROUTER_WORKERS_MAX / 64)
@@ -156,6 +157,9 @@ struct router_requests {
     uint32_t suspects_at[ROUTER_WORKERS_MAX]; /* suspects that are, or are about to be, there */
     uint64_t pumped_ns; /* when the queue was tried last: now, within a heartbeat */
     uint64_t suspect_until_ns[ROUTER_WORKERS_MAX]; /* one may have left it dying, until then */
+    uint64_t explained[ROUTER_EXPLAINED_MAX];      /* incarnations that a convicted one had left: a
+                                                      ring */
+    uint32_t explained_next;
     uint32_t queue_head, queue_tail, queue_count;
     uint32_t free_head; /* through queue_next */
     uint32_t slots_used;

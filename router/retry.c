@@ -113,12 +113,39 @@ static bool spend(router_requests *t, uint64_t now_ns)
     return true;
 }
 
+/* Now a suspect: whom it left a moment ago may die of it yet, and must have no other one then. */
+static void keep_left_free(router_requests *t, const router_request *r)
+{
+    for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++) {
+        uint32_t slot = router_cluster_by_incarnation(t->o.cluster, r->left[i].incarnation);
+        uint64_t until_ns = r->left[i].left_ns + t->o.config->lost_after_ns;
+        if (r->left[i].incarnation == 0 || slot == ROUTER_NO_WORKER ||
+            t->suspect_until_ns[slot] >= until_ns)
+            continue;
+        t->suspect_until_ns[slot] = until_ns;
+        router_request_wake_at(t, until_ns);
+    }
+}
+
+bool router_request_is_explained(const router_requests *t, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < ROUTER_EXPLAINED_MAX; i++) {
+        if (incarnation != 0 && t->explained[i] == incarnation)
+            return true;
+    }
+    return false;
+}
+
 bool router_request_blame(router_requests *t, router_request *r, const char *worker)
 {
     snprintf(r->killed[r->killed_count], sizeof r->killed[0], "%s", worker);
     router_request_set_killed(t, r, r->killed_count + 1);
-    if (r->killed_count < ROUTER_DEATHS_MAX)
+    if (r->killed_count < ROUTER_DEATHS_MAX) {
+        keep_left_free(t, r);
         return false;
+    }
+    for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++)
+        t->explained[t->explained_next++ % ROUTER_EXPLAINED_MAX] = r->left[i].incarnation;
     bool same = strcmp(r->killed[0], r->killed[1]) == 0;
     t->o.counters->suspects++;
     router_request_fail(t, r, 500, "request_suspect", 0,

@@ -60,6 +60,8 @@ void router_request_requeue(router_requests *t, router_request *r, router_event 
 /* Another attempt, or an error. r may be gone afterwards. */
 void router_request_retry(router_requests *t, router_request *r, const router_failure *failure,
                           uint64_t now_ns);
+/* Of what that incarnation dies, should it, is known: one that left it has been convicted since. */
+bool router_request_is_explained(const router_requests *t, uint64_t incarnation);
 /* That worker died while it computed the request. True: it was one too many, and r is gone. */
 bool router_request_blame(router_requests *t, router_request *r, const char *worker);
 /* That incarnation computed the request until it was tried again for another's fault, a short while

@@ -209,6 +209,7 @@ static Kvw__Peer *pack_peer(packing *pack, const pd_msg_peer *in)
     pack->peer.pid = in->pid;
     pack->peer.host = in->host;
     pack->peer.started = in->started;
+    pack->peer.session = in->session;
     pack->peer.transfer_address = borrow(in->transfer_address, in->transfer_address_len);
     return &pack->peer;
 }
@@ -607,6 +608,7 @@ static pd_status pack_small(packing *pack, const pd_message *in)
         pack->body.welcome.router = in->welcome.router;
         pack->body.welcome.heartbeat_ms = in->welcome.heartbeat_ms;
         pack->body.welcome.lost_after_ms = in->welcome.lost_after_ms;
+        pack->body.welcome.session = in->welcome.session;
         envelope->body_case = KVW__ENVELOPE__BODY_WELCOME;
         envelope->welcome = &pack->body.welcome;
         return PD_OK;

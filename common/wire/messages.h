@@ -48,6 +48,7 @@ typedef struct pd_msg_peer {
     int64_t pid; /* on that host; 0: unknown */
     uint64_t host;
     uint64_t started; /* clock ticks since the host's boot, /proc/PID/stat's; 0: unknown */
+    uint32_t session; /* as in pd_msg_hello */
     const void *transfer_address;
     size_t transfer_address_len;
 } pd_msg_peer;
@@ -289,6 +290,7 @@ typedef struct pd_msg_kv_events {
 typedef struct pd_msg_welcome {
     uint64_t router;
     uint32_t heartbeat_ms, lost_after_ms;
+    uint32_t session; /* of the hello that this answers: an older one is not believed */
 } pd_msg_welcome;
 
 typedef struct pd_msg_refused {

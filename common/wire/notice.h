@@ -11,7 +11,8 @@
 typedef enum pd_notice_kind {
     PD_NOTICE_BLOCKS = 1,
     PD_NOTICE_ABORT = 2, /* key.number 0 (a router's numbers begin at 1): of every request of
-                            key.router that is not complete */
+                            key.router that is not complete and was leased for a session of the
+                            sender (pd_msg_hello) before key.epoch */
     PD_NOTICE_ASK =
         3, /* the other way round: is this key still written here? Whoever ships ends it,
               and answers by PD_NOTICE_ABORT or, to every router, PD_MSG_SHIP_DONE */

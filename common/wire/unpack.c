@@ -182,6 +182,7 @@ static void take_peer(unpacking *un, const Kvw__Peer *in, pd_msg_peer *out)
     out->pid = in->pid;
     out->host = in->host;
     out->started = in->started;
+    out->session = in->session;
     out->transfer_address = in->transfer_address.data;
     out->transfer_address_len = in->transfer_address.len;
 }
@@ -588,7 +589,8 @@ static void take_body(unpacking *un, const Kvw__Envelope *in, pd_message *out)
         out->kind = PD_MSG_WELCOME;
         out->welcome = (pd_msg_welcome){.router = in->welcome->router,
                                         .heartbeat_ms = in->welcome->heartbeat_ms,
-                                        .lost_after_ms = in->welcome->lost_after_ms};
+                                        .lost_after_ms = in->welcome->lost_after_ms,
+                                        .session = in->welcome->session};
         if (in->welcome->router == 0 || in->welcome->heartbeat_ms == 0)
             refuse(un, "router or heartbeat_ms is 0");
         return;

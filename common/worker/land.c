@@ -71,8 +71,11 @@ pd_status pd_landing_init(pd_landing *landing, const pd_lander *lander, const pd
     uint32_t groups = lander->options->layout.groups;
     size_t words = ((size_t)groups * count_max + 63) / 64;
 
-    *landing = (pd_landing){
-        .key = *key, .sender = sender->incarnation, .groups = groups, .count_max = count_max};
+    *landing = (pd_landing){.key = *key,
+                            .sender = sender->incarnation,
+                            .sender_session = sender->session,
+                            .groups = groups,
+                            .count_max = count_max};
     snprintf(landing->id, sizeof landing->id, "%s", id);
     memcpy(landing->sender_name, sender->name, sizeof landing->sender_name);
     landing->came = pd_calloc(words * 3, sizeof *landing->came);
@@ -109,6 +112,18 @@ bool pd_landing_landed(const pd_landing *landing)
 bool pd_landing_written(const pd_landing *landing)
 {
     return landing->closed || landing->came_count == landing->to_land;
+}
+
+bool pd_landing_is_aborted(const pd_landing *landing, const pd_role_options *options,
+                           const pd_notice *abort)
+{
+    if (abort->sender != landing->sender || abort->receiver != options->incarnation ||
+        abort->key.router != landing->key.router)
+        return false;
+    /* The word on a lost router may come late, when that is back and has leased anew. */
+    if (abort->key.number == 0)
+        return landing->sender_session < abort->key.epoch;
+    return abort->key.number == landing->key.number && abort->key.epoch == landing->key.epoch;
 }
 
 bool pd_landing_over(const pd_landing *landing)

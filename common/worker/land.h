@@ -29,7 +29,8 @@ enum { PD_LAND_TURNS = 8, PD_LAND_SENDERS_MAX = 64 };
 typedef struct pd_landing {
     pd_request_key key;
     char id[PD_REQUEST_ID_BYTES];
-    uint64_t sender; /* incarnation */
+    uint64_t sender;         /* incarnation */
+    uint32_t sender_session; /* for which it was leased */
     char sender_name[PD_NAME_BYTES];
     uint32_t first, count;  /* blocks of the request; none before it has begun */
     uint32_t tokens;        /* positions of the request up to the end of those blocks */
@@ -103,6 +104,9 @@ bool pd_land_on_written(const pd_lander *lander, pd_landing *landing, const pd_n
 /* What time makes of a landing that is waited for: PD_LAND_PART, PD_LAND_BROKEN, PD_LAND_LATE. At
  * each tick. */
 pd_land_result pd_land_tick(pd_lander *lander, pd_landing *landing, uint64_t now_ns);
+/* A PD_NOTICE_ABORT speaks of it: its sender writes it no more. */
+bool pd_landing_is_aborted(const pd_landing *landing, const pd_role_options *options,
+                           const pd_notice *abort);
 /* How long none of its own blocks has come. */
 uint64_t pd_landing_silence_ns(const pd_landing *landing, uint64_t now_ns);
 /* Whose check it was is written to *landing_out; NULL (and ignored): nobody's any more. A landing

@@ -172,18 +172,6 @@ void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key)
     }
 }
 
-void pd_last_words_router_is_back(pd_last_words *words, uint64_t router)
-{
-    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
-        if (words->owed[i].key.router == router && words->owed[i].key.number == 0)
-            words->owed[i].receiver = 0;
-    }
-    for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
-        if (words->said[i].key.router == router && words->said[i].key.number == 0)
-            words->said[i].tag = 0;
-    }
-}
-
 bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {

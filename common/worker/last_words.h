@@ -61,9 +61,6 @@ void pd_last_words_pay(pd_last_words *words, const pd_link *link);
 bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver);
 /* To everybody: who leased for it is not known. */
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
-/* That router is back: what was said to be over with it (pd_last_words_everywhere, number 0) is not
- * said again, since it would end what has begun since. */
-void pd_last_words_router_is_back(pd_last_words *words, uint64_t router);
 /* One is owed for that key, or can never be said: what was written may still land. */
 bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key);
 

@@ -50,8 +50,10 @@ bool pd_routers_on_message(pd_routers *routers, uint64_t router, const pd_messag
             return false;
         *entry = (pd_router_seen){.router = router, .lost_after_ns = routers->lost_after_ns};
     }
-    if (entry->lost && !welcome)
+    if (entry->lost && (!welcome || message->welcome.session < entry->session))
         return false;
+    if (welcome && message->welcome.session > entry->session)
+        entry->session = message->welcome.session;
     entry->lost = false;
     entry->said_count = 0;
     if (now_ns > entry->seen_ns)
@@ -87,6 +89,7 @@ uint64_t pd_routers_next_lost(pd_routers *routers, uint64_t now_ns)
         pd_router_seen *entry = &routers->entries[i];
         if (entry->router != 0 && !entry->lost && now_ns > entry->seen_ns + entry->lost_after_ns) {
             entry->lost = true;
+            entry->session++;
             return entry->router;
         }
     }

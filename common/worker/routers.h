@@ -4,7 +4,8 @@
  *
  * Any message is a sign of life. A router that was silent for its lost_after is lost: what it owned
  * is dropped, and nothing of it is taken until it welcomes the worker anew, so that a request which
- * was under way while it was silent is not believed afterwards. A router is known from its first
+ * was under way while it was silent is not believed afterwards; nor is a welcome to an earlier
+ * session. A router is known from its first
  * message on. While this process stood still its messages waited: that time counts for nobody.
  * Pure. One thread. */
 
@@ -17,6 +18,7 @@ typedef struct pd_router_seen {
     uint64_t seen_ns;
     uint64_t lost_after_ns;
     bool lost;
+    uint32_t session;    /* ours with it (pd_msg_hello): one higher each time that it is lost */
     uint32_t said_count; /* the owner's: how often others were told that it is lost */
     uint64_t said_ns;    /* and when */
 } pd_router_seen;

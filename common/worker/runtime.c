@@ -227,6 +227,8 @@ static void stop(worker *w, int exit_status)
 
 static void on_welcome(worker *w, const pd_msg_welcome *welcome)
 {
+    if (welcome->session != w->session)
+        return; /* late: what that session had was dropped */
     if (welcome->heartbeat_ms > 0)
         w->beat_ns = welcome->heartbeat_ms * PD_NS_PER_MS;
     if (welcome->lost_after_ms > 0)

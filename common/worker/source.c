@@ -830,7 +830,8 @@ void pd_source_tell_lost(pd_source *source, pd_routers *routers,
             continue;
         router->said_count++;
         router->said_ns = now_ns;
-        pd_last_words_everywhere(source->o.words, &(pd_request_key){.router = router->router});
+        pd_last_words_everywhere(
+            source->o.words, &(pd_request_key){.router = router->router, .epoch = router->session});
     }
 }
 

@@ -368,8 +368,8 @@ void sim_worker_on_message(sim_worker *worker, uint32_t router, uint64_t from,
         sim_worker_crash(worker); /* the process ends, and is started again */
         return;
     }
-    if (message->kind == PD_MSG_WELCOME)
-        view->welcomed = from;
+    if (message->kind == PD_MSG_WELCOME && message->welcome.session == view->session)
+        view->welcomed = from; /* a late one is of a session whose requests were dropped */
     if (message->kind == PD_MSG_ROUTER_HEARTBEAT && view->welcomed != from) {
         view->welcomed = 0; /* another process answers at this address: hello at the next beat */
         return;

@@ -33,6 +33,7 @@ typedef enum plant {
     PLANT_SUSPECTS_TOGETHER,
     PLANT_PROGRESS_UNHEARD,
     PLANT_LATE_IS_LOST,
+    PLANT_ANY_SESSION,
     PLANTS,
 } plant;
 
@@ -54,6 +55,7 @@ static const char *const names[PLANTS] = {
     [PLANT_SUSPECTS_TOGETHER] = "suspects-together",
     [PLANT_PROGRESS_UNHEARD] = "progress-unheard",
     [PLANT_LATE_IS_LOST] = "late-is-lost",
+    [PLANT_ANY_SESSION] = "any-session",
 };
 
 static plant planted;
@@ -158,6 +160,17 @@ WRAPPED(pd_land_result, pd_land_tick, pd_lander *lander, pd_landing *landing, ui
         !landing->given_up && !pd_land_ask_missing(lander, landing))
         return PD_LAND_BROKEN;
     return result;
+}
+
+/* The word on a lost router ends what that has leased anew, too. */
+WRAPPED(bool, pd_landing_is_aborted, const pd_landing *landing, const pd_role_options *options,
+        const pd_notice *abort)
+{
+    pd_notice believed = *abort;
+
+    if (planted == PLANT_ANY_SESSION && abort->key.number == 0)
+        believed.key.epoch = UINT32_MAX;
+    return __real_pd_landing_is_aborted(landing, options, &believed);
 }
 
 WRAPPED(pd_land_result, pd_land_on_checked, pd_lander *lander, const pd_checked *checked,

@@ -89,6 +89,7 @@ PLANTS = [
     ("suspects-together", "poison", 400),
     ("progress-unheard", "slow-link", 400),
     ("late-is-lost", "slow-link", 400),
+    ("any-session", "slow-link,router-freeze,short", 8000),
 ]
 
 
@@ -115,6 +116,7 @@ FOUND = [  # what each showed in the code of its day; seeds do not keep their me
     ("all", 2000259),
     ("all", 4005098), ("all", 50002648),  # a move of which its source never heard
     ("all", 2018),  # and whose router was lost
+    ("all", 509188213),  # the last word on a router, late, when that was back
 ]
 
 

@@ -23,6 +23,7 @@ static const pd_msg_peer PEER = {.name = "decode-1",
                                  .pid = 4321,
                                  .host = 78,
                                  .started = 555,
+                                 .session = 4,
                                  .transfer_address = "q\0r",
                                  .transfer_address_len = 3};
 
@@ -196,7 +197,7 @@ static void fill(pd_message *m, pd_message_kind kind)
                                           .events_count = 2,
                                           .snapshot = true};
         break;
-    case PD_MSG_WELCOME: m->welcome = (pd_msg_welcome){1, 200, 2000}; break;
+    case PD_MSG_WELCOME: m->welcome = (pd_msg_welcome){1, 200, 2000, 3}; break;
     case PD_MSG_REFUSED:
         snprintf(m->refused.reason, PD_REASON_BYTES, "no");
         m->refused.anew = true;

@@ -75,6 +75,8 @@ static void silence_loses_a_router_once(void **state)
     assert_false(pd_routers_live(&routers, 7));
     assert_true(pd_routers_live(&routers, 8));
     assert_false(pd_routers_on_message(&routers, 7, &beat, 1102));
+    assert_false(pd_routers_on_message(&routers, 7, &welcome, 1102)); /* a late one */
+    welcome.welcome.session = 1;
     assert_true(pd_routers_on_message(&routers, 7, &welcome, 1103));
     assert_true(pd_routers_live(&routers, 7));
     assert_false(pd_routers_on_message(&routers, 0, &beat, 1103));

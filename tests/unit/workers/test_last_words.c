@@ -136,27 +136,6 @@ static void what_an_open_link_may_write_for_ever_has_no_last_word(void **state)
     teardown(b);
 }
 
-/* A link that comes up later must not end what a router that is back has begun meanwhile. */
-static void a_word_on_a_lost_router_is_not_said_when_it_is_back(void **state)
-{
-    (void)state;
-    bench *b = setup();
-    pd_request_key all = {.router = ROUTER}, one = key_of(4);
-
-    pd_link *link = link_up(b, RECEIVER);
-    pd_last_words_everywhere(&b->words, &all);
-    pd_last_words_abort(&b->words, link, &one);
-    assert_int_equal(b->said, 2);
-    link->state = PD_LINK_NONE;
-    pd_last_words_owe(&b->words, RECEIVER, &all);
-    pd_last_words_router_is_back(&b->words, ROUTER);
-    link = link_up(b, RECEIVER);
-    pd_last_words_pay(&b->words, link);
-    assert_int_equal(b->said, 3); /* that one request's word alone */
-    assert_int_equal(b->last.key.number, 4);
-    teardown(b);
-}
-
 static void the_latest_ends_are_remembered(void **state)
 {
     (void)state;
@@ -184,7 +163,6 @@ int main(void)
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
         cmocka_unit_test(no_word_is_forgotten_while_there_is_a_place),
         cmocka_unit_test(what_an_open_link_may_write_for_ever_has_no_last_word),
-        cmocka_unit_test(a_word_on_a_lost_router_is_not_said_when_it_is_back),
         cmocka_unit_test(the_latest_ends_are_remembered),
     };
 

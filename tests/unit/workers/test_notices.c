@@ -193,7 +193,10 @@ static void an_abort_of_everything_of_a_router_ends_its_landings(void **state)
     notice.key = (pd_request_key){.router = WORLD_ROUTER + 1};
     to_decode(w, &notice);
     assert_int_equal(ledger(w).leased, 3);
-    notice.key.router = WORLD_ROUTER;
+    notice.key.router = WORLD_ROUTER; /* before its first session with it: late, or nonsense */
+    to_decode(w, &notice);
+    assert_int_equal(ledger(w).leased, 3);
+    notice.key.epoch = 1;
     to_decode(w, &notice);
     done(w);
 }

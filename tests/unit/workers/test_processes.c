@@ -104,7 +104,7 @@ static void on_hello(const char *from, const pd_msg_hello *hello)
     }
     worker->hello = *hello;
     memcpy(worker->address, hello->transfer_address, hello->transfer_address_len);
-    message.welcome = (pd_msg_welcome){t.router, 100, 1000};
+    message.welcome = (pd_msg_welcome){t.router, 100, 1000, hello->session};
     to_worker((int)(worker - t.workers), &message);
     introduce();
 }
