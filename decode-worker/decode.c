@@ -176,8 +176,10 @@ static void release(pd_role_core *core, decode_sequence *s)
     if (s->landed) {
         extend_hashes(core, s);
         uint32_t full = s->kv_tokens / core->options.layout.block_tokens;
+        /* Its claims end right here, but for those of a shipment. */
+        uint32_t spare = s->standing ? pd_lease_room(core->leases) : UINT32_MAX;
         pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks,
-                           full < s->hashes_count ? full : s->hashes_count);
+                           full < s->hashes_count ? full : s->hashes_count, spare);
     }
     if (s->started)
         decode_lengths_observe(&core->room.lengths, s->tokens_count - s->answer_from,

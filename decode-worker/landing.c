@@ -12,7 +12,8 @@ void decode_landing_all_here(pd_role_core *core, decode_sequence *s, uint64_t no
     s->landed = true;
     s->kv_tokens = s->prompt_tokens;
     pd_lease_landed(core->leases, s->lease);
-    pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks, s->hashes_count);
+    pd_blocks_remember(&core->blocks, s->hashes, s->lease->blocks, s->hashes_count,
+                       pd_lease_room(core->leases)); /* what is promised stays */
     message.landed.key = s->key;
     message.landed.started = s->started;
     core->sink.send(core->sink.ctx, s->key.router, &message);

@@ -205,7 +205,7 @@ static void land(prefill_pulls *pulls, prefill_pull *pull)
     uint32_t count = pull->lease->blocks_count;
 
     memcpy(r->blocks + pull->held, pull->lease->blocks, count * sizeof *r->blocks);
-    pd_blocks_remember(pulls->blocks, r->hashes, r->blocks, pull->held + count);
+    pd_blocks_remember(pulls->blocks, r->hashes, r->blocks, pull->held + count, UINT32_MAX);
     pd_lease_landed(pulls->leases, pull->lease);
     /* What was pulled is cache like any other: the prompt finds it there as it starts. */
     pd_lease_release(pulls->leases, pull->lease);

@@ -197,7 +197,7 @@ static void take_slice(pd_role_core *core, const pd_step *step, const pd_step_sl
     core->counters.tokens_computed += slice->count;
     uint32_t full = r->item.done / core->options.layout.block_tokens;
     pd_blocks_remember(&core->blocks, r->hashes, r->blocks,
-                       full < r->hashes_count ? full : r->hashes_count);
+                       full < r->hashes_count ? full : r->hashes_count, UINT32_MAX);
     if (slice->want_token)
         answer_token(core, r, slice->token_out, now_ns);
 }

@@ -396,8 +396,19 @@ void pd_prefix_cache_drop(pd_prefix_cache *cache, const pd_block *blocks, uint32
         unclaim_block(cache, blocks[i], claim);
 }
 
+/* Would no more than spare blocks become busy, were block to have a busy child? */
+static bool idle_within(const pd_prefix_cache *cache, pd_block block, uint32_t spare)
+{
+    uint32_t idle = 0;
+    for (; block != PD_BLOCK_NONE && !is_busy(cache, block); block = cache->nodes[block].parent) {
+        if (++idle > spare)
+            return false;
+    }
+    return true;
+}
+
 void pd_prefix_cache_insert(pd_prefix_cache *cache, pd_hash128 root, const pd_hash128 *hashes,
-                            const pd_block *blocks, uint32_t count)
+                            const pd_block *blocks, uint32_t count, uint32_t spare)
 {
     /* ancestors of a cached block are cached: look from the end for the first that is */
     uint32_t known = count;
@@ -407,6 +418,8 @@ void pd_prefix_cache_insert(pd_prefix_cache *cache, pd_hash128 root, const pd_ha
         if (parent == PD_BLOCK_NONE)
             known--;
     }
+    if (known < count && !idle_within(cache, parent, spare))
+        return;
     for (uint32_t i = known; i < count; i++) {
         node_add(cache, blocks[i], hashes[i], i == 0 ? root : hashes[i - 1], parent, i);
         parent = blocks[i];

@@ -62,9 +62,11 @@ void pd_prefix_cache_drop(pd_prefix_cache *cache, const pd_block *blocks, uint32
 /* Makes known the content of the first count blocks of a sequence, all full and computed and
  * claimed by the caller (leased or running); root is the parent of the first. A hash that is
  * cached already keeps its block, and the caller's copy stays unknown. Calling again with more
- * blocks costs only the new ones. */
+ * blocks costs only the new ones. spare: what hangs from somebody else's copy that nobody claims
+ * keeps that from being evicted, and its ancestors with it; where these are more than spare blocks
+ * of pd_prefix_cache_room, the rest stays unknown. */
 void pd_prefix_cache_insert(pd_prefix_cache *cache, pd_hash128 root, const pd_hash128 *hashes,
-                            const pd_block *blocks, uint32_t count);
+                            const pd_block *blocks, uint32_t count, uint32_t spare);
 
 typedef enum pd_cache_event_kind {
     PD_CACHE_STORED,  /* hash, parent, position */

@@ -27,10 +27,10 @@ void pd_blocks_fini(pd_blocks *blocks)
 }
 
 void pd_blocks_remember(pd_blocks *blocks, const pd_hash128 *hashes, const pd_block *sequence,
-                        uint32_t count)
+                        uint32_t count, uint32_t spare)
 {
     if (blocks->keep && count > 0)
-        pd_prefix_cache_insert(blocks->cache, PD_BLOCKS_ROOT, hashes, sequence, count);
+        pd_prefix_cache_insert(blocks->cache, PD_BLOCKS_ROOT, hashes, sequence, count, spare);
 }
 
 pd_ledger pd_blocks_ledger(const pd_blocks *blocks)

@@ -24,9 +24,10 @@ void pd_blocks_fini(pd_blocks *blocks);
  * model and salt into the first block's hash. */
 #define PD_BLOCKS_ROOT ((pd_hash128){0, 0})
 
-/* Makes full, computed, claimed blocks known; nothing without keep. */
+/* Makes full, computed, claimed blocks known; nothing without keep. spare: as
+ * pd_prefix_cache_insert has it; UINT32_MAX where no room is promised. */
 void pd_blocks_remember(pd_blocks *blocks, const pd_hash128 *hashes, const pd_block *sequence,
-                        uint32_t count);
+                        uint32_t count, uint32_t spare);
 pd_ledger pd_blocks_ledger(const pd_blocks *blocks);
 /* The ledger's sum, and now and then every block: a broken one is our own bug (pd_assert). */
 void pd_blocks_tick(pd_blocks *blocks);

@@ -104,6 +104,16 @@ bool sim_net_to_worker(sim_router *router, const char *identity, const pd_messag
     return false;
 }
 
+/* A promise is kept: a bind finds its room. */
+static void check_bind(sim_world *world, const sim_event *event, const pd_message *message)
+{
+    const char *broken = "the room went to others meanwhile"; /* decode-worker/admit.c */
+
+    if (message->kind == PD_MSG_LEASE_REPLY && strcmp(message->lease_reply.reason, broken) == 0)
+        sim_broken(world, "%s has no room for what it promised",
+                   world->workers[event->a >> 8].name);
+}
+
 static void count(sim_world *world, const pd_message *message)
 {
     world->coverage.messages[message->kind]++;
@@ -130,6 +140,7 @@ void sim_net_deliver(sim_world *world, const sim_event *event)
         sim_worker_on_message(&world->workers[event->subject], (uint32_t)event->a, event->b,
                               &message);
     } else {
+        check_bind(world, event, &message);
         sim_router *router = &world->routers[event->subject];
         char from[PD_IDENTITY_BYTES];
         pd_bus_identity(world->workers[event->a >> 8].name, event->b, from);

@@ -89,7 +89,7 @@ static void fill(world *w, request *r)
     if (++r->filled < r->blocks)
         return;
     pd_lease_landed(w->table, r->lease);
-    pd_prefix_cache_insert(w->cache, root, r->hashes, r->lease->blocks, r->blocks);
+    pd_prefix_cache_insert(w->cache, root, r->hashes, r->lease->blocks, r->blocks, UINT32_MAX);
 }
 
 static void release(world *w, request *r)

@@ -130,13 +130,13 @@ static void a_lease_lands_runs_grows_and_leaves_its_prefix_cached(void **state)
     assert_int_equal(a->held, 0);
     assert_int_equal(pd_kv_pool_ledger(w.pool).leased, 4);
     pd_lease_landed(w.table, a);
-    pd_prefix_cache_insert(w.cache, root, hashes, a->blocks, 3);
+    pd_prefix_cache_insert(w.cache, root, hashes, a->blocks, 3, UINT32_MAX);
     pd_lease_run(w.table, a);
     assert_int_equal(pd_kv_pool_ledger(w.pool).running, 4);
     assert_int_equal(pd_lease_grow(w.table, a, 1), PD_OK);
     assert_int_equal(a->blocks_count, 5);
     assert_int_equal(pd_lease_grow(w.table, a, 8), PD_E_TOO_LARGE);
-    pd_prefix_cache_insert(w.cache, root, hashes, a->blocks, 5);
+    pd_prefix_cache_insert(w.cache, root, hashes, a->blocks, 5, UINT32_MAX);
 
     /* a second one with the same prefix, while the first runs: held, and counted once */
     pd_lease *b = grant(&w, 2, 0, 6);
@@ -165,7 +165,7 @@ static void blocks_a_sender_may_still_write_come_back_only_when_it_cannot(void *
     pd_prefix_hash_fill(root, 16, tokens, 16, &hash, 1);
     pd_lease *first = grant(&w, 1, 0, 1);
     assert_int_equal(pd_lease_bind(w.table, first, &hash, 1), PD_OK);
-    pd_prefix_cache_insert(w.cache, root, &hash, first->blocks, 1);
+    pd_prefix_cache_insert(w.cache, root, &hash, first->blocks, 1, UINT32_MAX);
     assert_false(pd_lease_release(w.table, first));
 
     pd_lease *a = grant(&w, 2, 5, 4), *b = grant(&w, 3, 5, 2), *c = grant(&w, 4, 6, 2);

@@ -50,7 +50,7 @@ static void store(world *w, uint32_t text, uint32_t fork, uint32_t count)
     assert_int_equal(
         pd_prefix_cache_acquire(w->cache, hashes, count, count, PD_CLAIM_RUNNING, blocks, &held),
         PD_OK);
-    pd_prefix_cache_insert(w->cache, root, hashes, blocks, count);
+    pd_prefix_cache_insert(w->cache, root, hashes, blocks, count, UINT32_MAX);
     pd_prefix_cache_drop(w->cache, blocks, count, PD_CLAIM_RUNNING);
 }
 
@@ -138,6 +138,34 @@ static void what_was_stored_is_found_and_shared(void **state)
     unmake(&w);
 }
 
+/* Room that somebody counts on does not go away when something becomes known. */
+static void what_is_known_binds_no_more_than_can_be_spared(void **state)
+{
+    (void)state;
+    for (uint32_t spare = 0; spare <= 2; spare++) {
+        world w = make(8, EVENTS);
+        pd_hash128 hashes[3];
+        pd_block a[2], b[3];
+        pd_hash128 root = chain(1, 16, hashes, 3);
+        assert_int_equal(pd_prefix_cache_alloc(w.cache, 2, PD_CLAIM_RUNNING, PD_BLOCK_NONE, a),
+                         PD_OK);
+        assert_int_equal(pd_prefix_cache_alloc(w.cache, 3, PD_CLAIM_RUNNING, PD_BLOCK_NONE, b),
+                         PD_OK);
+        pd_prefix_cache_insert(w.cache, root, hashes, a, 2,
+                               0); /* its own claims: nothing is bound */
+        assert_int_equal(pd_prefix_cache_seq(w.cache), 2);
+        pd_prefix_cache_drop(w.cache, a, 2, PD_CLAIM_RUNNING);
+        assert_int_equal(pd_prefix_cache_room(w.cache), 5);
+        pd_prefix_cache_insert(w.cache, root, hashes, b, 3, spare);
+        assert_int_equal(pd_prefix_cache_room(w.cache), spare == 2 ? 3 : 5);
+        assert_int_equal(pd_prefix_cache_seq(w.cache), spare == 2 ? 3 : 2);
+        assert_int_equal(pd_prefix_cache_check(w.cache), PD_OK);
+        pd_prefix_cache_drop(w.cache, b, 3, PD_CLAIM_RUNNING);
+        assert_int_equal(pd_prefix_cache_room(w.cache), 8);
+        unmake(&w);
+    }
+}
+
 static void the_second_copy_of_a_block_stays_unknown_and_becomes_free(void **state)
 {
     (void)state;
@@ -149,10 +177,10 @@ static void the_second_copy_of_a_block_stays_unknown_and_becomes_free(void **sta
     /* two requests for one prompt at once: neither finds anything */
     assert_int_equal(pd_prefix_cache_alloc(w.cache, 2, PD_CLAIM_RUNNING, PD_BLOCK_NONE, a), PD_OK);
     assert_int_equal(pd_prefix_cache_alloc(w.cache, 3, PD_CLAIM_RUNNING, PD_BLOCK_NONE, b), PD_OK);
-    pd_prefix_cache_insert(w.cache, root, hashes, a, 2);
+    pd_prefix_cache_insert(w.cache, root, hashes, a, 2, UINT32_MAX);
     pd_prefix_cache_drop(w.cache, a, 2, PD_CLAIM_RUNNING);
     /* the other's third block hangs below the first's second, though its own copy differs */
-    pd_prefix_cache_insert(w.cache, root, more, b, 3);
+    pd_prefix_cache_insert(w.cache, root, more, b, 3, UINT32_MAX);
     assert_int_equal(pd_prefix_cache_seq(w.cache), 3);
     assert_int_equal(pd_prefix_cache_check(w.cache), PD_OK);
     /* and keeps it there: only the 3 free ones can be had, not the cached two above it */
@@ -271,7 +299,7 @@ static void no_block_ever_has_two_owners_of_different_content(void **state)
                     assert_true(pd_hash128_equal(written[h->blocks[i]], hashes[i]));
                 written[h->blocks[i]] = hashes[i];
             }
-            pd_prefix_cache_insert(w.cache, root, hashes, h->blocks, h->count);
+            pd_prefix_cache_insert(w.cache, root, hashes, h->blocks, h->count, UINT32_MAX);
         }
         if (step % 16 == 0)
             assert_int_equal(pd_prefix_cache_check(w.cache), PD_OK);
@@ -365,7 +393,8 @@ static void prompts_lie_in_few_runs_however_long_the_pool_was_used(void **state)
             if (*count > 0 && *count >= want) {
                 for (uint32_t k = 0; k < *count; k++)
                     hashes[k] = (pd_hash128){pd_mix64(content), content}, content++;
-                pd_prefix_cache_insert(w.cache, (pd_hash128){0, 0}, hashes, own, *count);
+                pd_prefix_cache_insert(w.cache, (pd_hash128){0, 0}, hashes, own, *count,
+                                       UINT32_MAX);
                 pd_prefix_cache_drop(w.cache, own, *count, PD_CLAIM_RUNNING);
                 *count = 0;
             } else if (*count > 0 && pd_random_next(&random) % 16 == 0) {
@@ -426,6 +455,7 @@ int main(void)
         cmocka_unit_test(hashes_tell_model_block_size_salt_and_every_earlier_token_apart),
         cmocka_unit_test(at_least_one_token_is_left_to_compute),
         cmocka_unit_test(what_was_stored_is_found_and_shared),
+        cmocka_unit_test(what_is_known_binds_no_more_than_can_be_spared),
         cmocka_unit_test(the_second_copy_of_a_block_stays_unknown_and_becomes_free),
         cmocka_unit_test(eviction_takes_leaves_least_recently_used_first),
         cmocka_unit_test(a_matched_block_is_pinned_in_the_same_step),

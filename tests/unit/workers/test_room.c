@@ -156,8 +156,8 @@ static void leave(load *l, job *j, phase then)
     if (s->next != NULL)
         s->next->prev = s->prev;
     if (s->lease->state == PD_LEASE_RUNNING)
-        pd_blocks_remember(&l->blocks, j->hashes, s->lease->blocks,
-                           s->prompt_tokens / BLOCK_TOKENS);
+        pd_blocks_remember(&l->blocks, j->hashes, s->lease->blocks, s->prompt_tokens / BLOCK_TOKENS,
+                           UINT32_MAX);
     bool quarantined = pd_lease_release(l->leases, s->lease);
     j->phase = quarantined ? QUARANTINED : then;
     j->due_ns = l->now_ns + below(l, 2000) * PD_NS_PER_MS;

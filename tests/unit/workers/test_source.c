@@ -151,7 +151,7 @@ static void drop_own(bench *b)
 /* Its full blocks become cache. */
 static void keep_own(bench *b, uint32_t full)
 {
-    pd_blocks_remember(&b->blocks, b->hashes, b->own, full);
+    pd_blocks_remember(&b->blocks, b->hashes, b->own, full, UINT32_MAX);
     drop_own(b);
 }
 
