@@ -44,7 +44,9 @@ static pd_audit_state state_of(const decode_sequence *s)
         return s->started ? PD_AUDIT_AWAITED : PD_AUDIT_LANDING;
     if (!s->started)
         return PD_AUDIT_LANDED;
-    return s->told ? PD_AUDIT_SUSPENDED : PD_AUDIT_RUNNING;
+    if (s->told)
+        return PD_AUDIT_SUSPENDED;
+    return s->stalled ? PD_AUDIT_STALLED : PD_AUDIT_RUNNING;
 }
 
 void decode_moves_audit(const decode_sequence *all, const pd_routers *routers, pd_audit *audit)

@@ -19,7 +19,14 @@ enum {
 };
 
 /* Where an entry belongs in the router's view, as bits of router_request.audit_seen. */
-enum { SEEN_PREFILL = 1, SEEN_DECODE = 2, SEEN_MOVE = 4, SEEN_UNSTARTED = 8, SEEN_AWAITED = 16 };
+enum {
+    SEEN_PREFILL = 1,
+    SEEN_DECODE = 2,
+    SEEN_MOVE = 4,
+    SEEN_UNSTARTED = 8,
+    SEEN_AWAITED = 16,
+    SEEN_STALLED = 32
+};
 
 typedef struct strangers {
     pd_audit_entry entries[AUDIT_UNKNOWN_MAX];
@@ -31,6 +38,8 @@ typedef struct record {
     bool answered;
     uint64_t asked_ns, answered_ns;
     uint32_t serial;
+    uint64_t step; /* of the worker's report at the answer before */
+    bool steps;    /* it has made one since, or none is under way: its engine does not hang */
     strangers unknown, waiting;           /* of the last answer; waiting: quarantined */
     uint64_t waits[AUDIT_WAITS_MAX];      /* given up or unknown, of the last answer */
     uint8_t waits_times[AUDIT_WAITS_MAX]; /* in a row */
@@ -147,6 +156,8 @@ static bool known(router_audit *audit, uint32_t slot, const pd_audit_entry *entr
             r->audit_seen |= SEEN_UNSTARTED;
         if (entry->state == PD_AUDIT_AWAITED)
             r->audit_seen |= SEEN_AWAITED;
+        if (entry->state == PD_AUDIT_STALLED)
+            r->audit_seen |= SEEN_STALLED;
         return true;
     }
     bool pulls = r->pull.slot == slot && (r->pull.open || r->pull.holds);
@@ -306,6 +317,9 @@ static void check(router_audit *audit, router_request *r, uint32_t slot, uint64_
             /* it is at it: when to give up its sender it knows best */
             router_request_set_due(t, r,
                                    now_ns + router_patience_behind_ns(t->o.config, r->landing_ns));
+        else if (r->state == ROUTER_REQUEST_DECODING && (seen & SEEN_STALLED) != 0 && of->steps)
+            /* it waits for room, which what lands slowly holds */
+            router_request_set_due(t, r, now_ns + t->o.config->decode_idle_ns);
     }
 }
 
@@ -363,6 +377,8 @@ void router_audit_on_reply(router_audit *audit, uint32_t slot, const pd_msg_audi
     if (of == NULL || reply->serial != of->serial ||
         reply->incarnation != worker->hello.incarnation)
         return; /* an answer to an older question */
+    of->steps = !worker->report.busy || worker->report.step != of->step;
+    of->step = worker->report.step;
     of->view.ledger = reply->ledger;
     of->view.expected_prefill = of->view.expected_decode = 0;
     take_entries(audit, slot, of, reply);

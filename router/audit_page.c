@@ -14,6 +14,7 @@ static const char *const STATES[ROUTER_AUDIT_STATES] = {
     [PD_AUDIT_LANDING] = "landing",         [PD_AUDIT_LANDED] = "landed",
     [PD_AUDIT_RUNNING] = "running",         [PD_AUDIT_SUSPENDED] = "suspended",
     [PD_AUDIT_QUARANTINED] = "quarantined", [PD_AUDIT_AWAITED] = "awaited",
+    [PD_AUDIT_STALLED] = "stalled",
 };
 
 typedef struct page {

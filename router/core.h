@@ -219,7 +219,7 @@ typedef struct router_audit_wait {
 } router_audit_wait;
 
 /* What a worker said last that it holds for this router, beside what the router counts on. */
-#define ROUTER_AUDIT_STATES      11 /* by pd_audit_state */
+#define ROUTER_AUDIT_STATES      12 /* by pd_audit_state */
 #define ROUTER_AUDIT_MISSING_MAX 32
 #define ROUTER_AUDIT_WAITS_MAX   32
 typedef struct router_audit_view {

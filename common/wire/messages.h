@@ -210,6 +210,8 @@ typedef enum pd_audit_state {
     PD_AUDIT_SUSPENDED = 8,
     PD_AUDIT_QUARANTINED = 9, /* waits for its sender's last word or death */
     PD_AUDIT_AWAITED = 10,    /* landing, and its answer is started */
+    PD_AUDIT_STALLED = 11,    /* running, but not in the next step: no block for its next token, or
+                                 no place */
 } pd_audit_state;
 
 typedef struct pd_audit_entry {

@@ -295,7 +295,7 @@ static void take_audit_reply(unpacking *un, const Kvw__AuditReply *in, pd_msg_au
     }
     for (size_t i = 0; i < in->n_entries; i++) {
         take_key(un, in->entries[i]->key, &entries[i].key);
-        if (in->entries[i]->state < PD_AUDIT_WAITING || in->entries[i]->state > PD_AUDIT_AWAITED)
+        if (in->entries[i]->state < PD_AUDIT_WAITING || in->entries[i]->state > PD_AUDIT_STALLED)
             refuse(un, "audit state is unknown");
         entries[i].state = (pd_audit_state)in->entries[i]->state;
         entries[i].blocks = in->entries[i]->blocks;

@@ -24,7 +24,7 @@ static const char *const fault_names[SIM_FAULTS] = {
 
 static const char *const audit_names[SIM_AUDIT_STATES] = {
     "none",   "waiting", "computing", "holding",     "promised", "landing",
-    "landed", "running", "suspended", "quarantined", "awaited",
+    "landed", "running", "suspended", "quarantined", "awaited",  "stalled",
 };
 
 const char *sim_fault_name(sim_fault fault)

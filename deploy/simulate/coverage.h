@@ -36,7 +36,7 @@ typedef enum sim_fault {
 
 const char *sim_fault_name(sim_fault fault); /* "router-crash" */
 
-#define SIM_AUDIT_STATES 11
+#define SIM_AUDIT_STATES 12
 
 typedef struct sim_coverage {
     uint64_t runs;

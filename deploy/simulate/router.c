@@ -31,9 +31,7 @@ void sim_router_start(sim_router *router)
         .lease_ns = patience * PD_NS_PER_S,
         .prefill_ns = patience * 10 * PD_NS_PER_S,
         .transfer_ns = patience * 5 * PD_NS_PER_S,
-        /* A sequence without room for its next token stands still until what lands slowly has
-         * ended. */
-        .decode_idle_ns = patience * (only_slow ? plan->total_ns : 5 * PD_NS_PER_S),
+        .decode_idle_ns = patience * 5 * PD_NS_PER_S,
         .total_ns = patience * plan->total_ns,
         .heartbeat_ns = 100 * PD_NS_PER_MS,
         .lost_after_ns = PD_NS_PER_S,

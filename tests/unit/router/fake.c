@@ -697,7 +697,8 @@ static void on_step(fake *f, uint32_t i)
     uint32_t count = 0;
     for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++) {
         fake_lease *lease = &w->leases[n];
-        if (lease->blocks == 0 || !lease->decoding || !lease->landed || lease->suspended)
+        if (lease->blocks == 0 || !lease->decoding || !lease->landed || lease->suspended ||
+            lease->stalled)
             continue;
         if (f->decode_status != PD_OK) {
             say_failed(f, i, lease);
@@ -738,6 +739,7 @@ static void on_audit(fake *f, uint32_t i, const pd_msg_audit *audit)
         if (l->blocks == 0)
             continue;
         pd_audit_state state = l->suspended ? PD_AUDIT_SUSPENDED
+                               : l->stalled ? PD_AUDIT_STALLED
                                : l->landed  ? (l->decoding ? PD_AUDIT_RUNNING : PD_AUDIT_LANDED)
                                : l->bound   ? (l->decoding ? PD_AUDIT_AWAITED : PD_AUDIT_LANDING)
                                             : PD_AUDIT_PROMISED;
@@ -870,6 +872,7 @@ static void on_heartbeat(fake *f, uint32_t i)
         .heartbeat = {
             .incarnation = w->incarnation,
             .role_epoch = 1,
+            .busy = w->hangs,
             .queue_ms = w->queue_ms,
             .ledger = {.total = w->blocks, .free = w->free, .leased = w->blocks - w->free},
             .events_sequence = w->sequence,

@@ -29,6 +29,7 @@ typedef struct fake_lease {
     uint32_t blocks;
     uint32_t prompt_blocks, prompt_tokens;
     bool bound, decoding, landed, suspended;
+    bool stalled;       /* no block for its next token */
     uint32_t refetched; /* how often a bad seal was seen */
     uint32_t prompt_first, next, max;
 } fake_lease;
@@ -46,6 +47,7 @@ typedef struct fake_prompt {
 
 typedef struct fake_worker {
     bool alive, mute; /* mute: sends nothing any more (hung) */
+    bool hangs;       /* its engine: a step is under way and does not end */
     bool deaf;        /* beats, but does nothing it is asked for */
     char name[PD_NAME_BYTES], identity[96];
     pd_role role;

@@ -73,6 +73,36 @@ static void a_lost_start_is_said_again(void **state)
     world_free(w);
 }
 
+static void impatient(router_core_config *config)
+{
+    patient(config);
+    config->decode_idle_ns = 3 * PD_NS_PER_S;
+}
+
+/* What lands slowly holds the room: the worker makes steps, or has none to make. */
+static void who_waits_for_a_block_is_not_silent(void **state)
+{
+    (void)state;
+    for (uint32_t hangs = 0; hangs < 2; hangs++) {
+        world *w = world_with(67, impatient);
+        fake *f = &w->fake;
+        fake_add(f, PD_ROLE_PREFILL, 512);
+        fake_add(f, PD_ROLE_DECODE, 512);
+        wait_ms(w, 200);
+        answer *a = ask(w, 40, 100);
+        wait_for_token(w, a, 20);
+        f->workers[1].leases[0].stalled = true;
+        f->workers[1].hangs = hangs != 0;
+        wait_ms(w, 12000);
+        assert_int_equal(counters_of(w).retries[ROUTER_RETRY_SILENT], hangs);
+        f->workers[1].leases[0].stalled = f->workers[1].hangs = false;
+        wait_ms(w, 3000);
+        assert_whole(w, a);
+        assert_int_equal(counters_of(w).retried, hangs);
+        world_free(w);
+    }
+}
+
 static void a_quarantine_hears_again_of_who_was_given_up(void **state)
 {
     (void)state;
@@ -345,6 +375,7 @@ int main(void)
         cmocka_unit_test(what_a_worker_holds_for_nobody_is_ended),
         cmocka_unit_test(what_a_worker_lost_is_tried_again),
         cmocka_unit_test(a_lost_start_is_said_again),
+        cmocka_unit_test(who_waits_for_a_block_is_not_silent),
         cmocka_unit_test(a_quarantine_hears_again_of_who_was_given_up),
         cmocka_unit_test(an_audit_shows_both_views),
         cmocka_unit_test(who_has_not_reported_agrees_with_nothing),
