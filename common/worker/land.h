@@ -24,7 +24,7 @@
 
 #include "common/worker/role.h"
 
-enum { PD_LAND_TURNS = 8, PD_LAND_SENDERS_MAX = 64 };
+enum { PD_LAND_TURNS = 32, PD_LAND_SENDERS_MAX = 64 };
 
 typedef struct pd_landing {
     pd_request_key key;

@@ -29,7 +29,7 @@ bool sim_plan_is_only_slow(const sim_plan *plan)
  * others become slow, and may become fast again, while requests are under way. */
 static void draw_slow_links(uint64_t *random, sim_plan *plan)
 {
-    uint32_t factor = AMONG(random, 50, 200, 1000, 3000, 10000);
+    uint32_t factor = AMONG(random, 50, 200, 1000, 2000, 3000);
     bool some = AMONG(random, 1, 0, 0, 0, 0) != 0, for_good = AMONG(random, 0, 1) != 0;
     bool between = AMONG(random, 0, 0, 1) != 0;
     uint64_t from_ns = AMONG(random, 100, 500, 1000, 2000) * PD_NS_PER_MS;
