@@ -9,7 +9,8 @@ void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
     *words = (pd_last_words){.options = options, .sink = sink, .links = links};
 }
 
-static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_key *key, bool never)
+static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_key *key, bool never,
+                     bool empty)
 {
     uint32_t at = words->owed_next;
 
@@ -22,6 +23,7 @@ static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_k
     words->owed[at].receiver = receiver;
     words->owed[at].key = *key;
     words->owed[at].never = never;
+    words->owed[at].empty = empty;
     words->owed_next = (at + 1) % PD_LAST_WORDS_OWED_MAX;
 }
 
@@ -38,7 +40,9 @@ static bool silenced(const pd_last_words *words, uint64_t receiver, const pd_req
     return false;
 }
 
-void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key)
+/* empty: nothing was written for it. */
+static void say_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key,
+                      bool empty)
 {
     pd_notice notice = {
         .kind = PD_NOTICE_ABORT,
@@ -54,7 +58,7 @@ void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_req
         pd_log_debug("msg=\"an abort was not taken: later\" peer=%s status=%s number=%llu epoch=%u",
                      link->name, pd_status_name(status), (unsigned long long)key->number,
                      key->epoch);
-        put_owed(words, link->incarnation, key, false);
+        put_owed(words, link->incarnation, key, false, empty);
         return;
     }
     uint32_t at = words->said_next;
@@ -62,6 +66,11 @@ void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_req
     words->said[at].receiver = link->incarnation;
     words->said[at].key = *key;
     words->said_next = (at + 1) % PD_LAST_WORDS_SAID_MAX;
+}
+
+void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key)
+{
+    say_abort(words, link, key, false);
 }
 
 static const pd_link *up_by_tag(const pd_links *links, uint64_t tag)
@@ -108,12 +117,12 @@ void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request
     if (link != NULL)
         pd_last_words_abort(words, link, key); /* the next one is up already */
     else
-        put_owed(words, receiver, key, false);
+        put_owed(words, receiver, key, false, false);
 }
 
 void pd_last_words_never(pd_last_words *words, uint64_t receiver, const pd_request_key *key)
 {
-    put_owed(words, receiver, key, true);
+    put_owed(words, receiver, key, true, false);
 }
 
 /* Says one that is owed; when the carrier has no room it is owed again. */
@@ -122,7 +131,7 @@ static void pay_one(pd_last_words *words, uint32_t i, const pd_link *link)
     pd_request_key key = words->owed[i].key;
 
     words->owed[i].receiver = 0;
-    pd_last_words_abort(words, link, &key);
+    say_abort(words, link, &key, words->owed[i].empty);
 }
 
 void pd_last_words_retry(pd_last_words *words)
@@ -166,16 +175,17 @@ void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key)
     for (uint32_t i = 0; i < words->links->count; i++) {
         const pd_link *link = &words->links->links[i];
         if (link->state == PD_LINK_UP)
-            pd_last_words_abort(words, link, key);
+            say_abort(words, link, key, true);
         else if (link->state == PD_LINK_WAITING || link->state == PD_LINK_CONNECTING)
-            pd_last_words_owe(words, link->incarnation, key);
+            put_owed(words, link->incarnation, key, false, true);
     }
 }
 
 bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
-        if (words->owed[i].receiver != 0 && pd_request_key_equal(&words->owed[i].key, key))
+        if (words->owed[i].receiver != 0 && !words->owed[i].empty &&
+            pd_request_key_equal(&words->owed[i].key, key))
             return true;
     }
     return false;

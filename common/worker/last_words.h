@@ -24,6 +24,7 @@ typedef struct pd_last_words {
         uint64_t receiver; /* 0: unused */
         pd_request_key key;
         bool never; /* it cannot be said as long as this worker lives */
+        bool empty; /* nothing was written for it: it is said because the receiver may wait */
     } owed[PD_LAST_WORDS_OWED_MAX];
     uint32_t owed_next;
     struct {
@@ -59,9 +60,9 @@ void pd_last_words_retry(pd_last_words *words);
 void pd_last_words_pay(pd_last_words *words, const pd_link *link);
 /* One to that receiver waits for its link. */
 bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver);
-/* To everybody: who leased for it is not known. */
+/* Nothing was written for it here, and who leased for it is not known: to everybody. */
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
-/* One is owed for that key, or can never be said: what was written may still land. */
+/* What was written for that key may still land: one is owed for it, or can never be said. */
 bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key);
 
 /* Nothing is written for that key any more, whether it was or not: a request for it that comes now

@@ -86,7 +86,7 @@ PLANTS = [
     ("no-shared-budget", "all", 15000),
     ("priority-reversed", "all", 400),
     ("no-suspects", "poison", 400),
-    ("suspects-together", "poison", 400),
+    ("suspects-together", "poison", 8000),
     ("progress-unheard", "slow-link", 400),
     ("late-is-lost", "slow-link", 400),
     ("any-session", "slow-link,router-freeze,short", 8000),
@@ -116,6 +116,7 @@ FOUND = [  # what each showed in the code of its day; seeds do not keep their me
     ("all", 2000259),
     ("all", 4005098), ("all", 50002648),  # a move of which its source never heard
     ("all", 2018),  # and whose router was lost
+    ("all", 380300287),  # a word owed to the dead, for which nothing was written, kept the living waiting
     ("all", 509188213),  # the last word on a router, late, when that was back
 ]
 

@@ -92,6 +92,31 @@ static void what_the_carrier_has_no_room_for_is_said_later(void **state)
     teardown(b);
 }
 
+/* Said to all for a key of which nothing was written: whom it does not reach keeps nobody waiting.
+ */
+static void a_word_on_nothing_is_owed_and_nothing_may_land(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key key = key_of(3);
+
+    link_up(b, RECEIVER);
+    pd_link *connecting = link_up(b, OTHER);
+    connecting->state = PD_LINK_CONNECTING;
+    b->notify_status = PD_E_PEER; /* its end is not known here yet */
+    pd_last_words_everywhere(&b->words, &key);
+    assert_true(pd_last_words_owes_to(&b->words, RECEIVER));
+    assert_true(pd_last_words_owes_to(&b->words, OTHER));
+    assert_false(pd_last_words_owes(&b->words, &key));
+    pd_last_words_retry(&b->words); /* in vain once more */
+    assert_false(pd_last_words_owes(&b->words, &key));
+    b->notify_status = PD_OK;
+    pd_last_words_retry(&b->words);
+    assert_int_equal(b->said, 1);
+    assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
+    teardown(b);
+}
+
 static void no_word_is_forgotten_while_there_is_a_place(void **state)
 {
     (void)state;
@@ -161,6 +186,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
+        cmocka_unit_test(a_word_on_nothing_is_owed_and_nothing_may_land),
         cmocka_unit_test(no_word_is_forgotten_while_there_is_a_place),
         cmocka_unit_test(what_an_open_link_may_write_for_ever_has_no_last_word),
         cmocka_unit_test(the_latest_ends_are_remembered),
