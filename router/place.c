@@ -93,8 +93,15 @@ static void log_choice(const router_requests *t, const router_request *r, uint32
         terms->decode_held_blocks, r->key.epoch);
 }
 
+uint64_t router_place_turn_ends_ns(const router_requests *t, const router_request *r)
+{
+    return r->apart ? UINT64_MAX : r->suspect_ns + t->o.config->lost_after_ns;
+}
+
 bool router_place_waits_its_turn(const router_requests *t, const router_request *r, uint64_t now_ns)
 {
+    if (now_ns >= router_place_turn_ends_ns(t, r))
+        return false;
     bool ready[2] = {false, false}, room[2] = {false, false};
     for (uint32_t i = 0; r->killed_count > 0 && i < t->o.cluster->slots_used; i++) {
         const router_worker *worker = &t->o.cluster->workers[i];
@@ -130,6 +137,11 @@ static bool choose(router_requests *t, const router_request *r, uint64_t now_ns,
                                  .now_ns = now_ns};
     if (router_policy_choose(&t->policy, &input, choice_out))
         return true;
+    if (r->killed_count > 0 && now_ns >= router_place_turn_ends_ns(t, r)) {
+        input.taken = NULL;
+        if (router_policy_choose(&t->policy, &input, choice_out))
+            return true;
+    }
     bool only_prefill = r->avoid_prefill != ROUTER_NO_WORKER &&
                         !router_request_another_ready(t, PD_ROLE_PREFILL, r->avoid_prefill);
     bool only_decode = r->avoid_decode != ROUTER_NO_WORKER &&

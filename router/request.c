@@ -12,6 +12,7 @@
 #include <string.h>
 
 enum {
+    REFUSED_MS = 5,  /* the first pause after a refusal */
     CLOSING_MS = 250 /* patience for the prefill worker's last word */
 };
 
@@ -273,6 +274,7 @@ void router_requests_on_prefill_started(router_requests *t, uint32_t slot,
         router_request_set_due(t, r, due_ns);
     if (r->state == ROUTER_REQUEST_PREFILLING || r->state == ROUTER_REQUEST_LANDING)
         send_bind(t, r);
+    r->refusals = 0;
     router_pull_on_started(t, r, started);
 }
 
@@ -507,6 +509,8 @@ void router_requests_on_prefill_done(router_requests *t, uint32_t slot,
     if (done->status == PD_E_PEER && r->decode != ROUTER_NO_WORKER)
         router_cluster_doubt_link(t->o.cluster, slot, r->decode, now_ns); /* it may know better */
     if (done->status == PD_E_OVERLOAD && r->state == ROUTER_REQUEST_PREFILLING) {
+        /* Where all are full, who is refused again and again must not keep them all busy. */
+        r->not_before_ns = now_ns + router_request_backoff_ns(t, REFUSED_MS, ++r->refusals);
         router_request_requeue(t, r, ROUTER_EVENT_REFUSED, now_ns);
         router_request_block_worker(t, slot, 0, now_ns);
     } else if (!router_request_clients_error(t, r, done->status, name_of(t, slot), done->reason)) {
@@ -705,7 +709,7 @@ static bool dies_with(const router_requests *t, const router_request *r, uint32_
     uint64_t incarnation = t->o.cluster->workers[slot].hello.incarnation;
     return r->state != ROUTER_REQUEST_CLOSING && r->state != ROUTER_REQUEST_NONE &&
            !router_request_absolved(r) &&
-           ((r->prefill == slot && router_request_computes(r, now_ns)) ||
+           ((r->prefill == slot && router_request_computes(r)) ||
             (r->decode == slot && r->state == ROUTER_REQUEST_DECODING) ||
             router_request_was_left(t, r, incarnation, now_ns));
 }
@@ -723,18 +727,18 @@ static bool blame(router_requests *t, router_request *r, const loss *lost, uint6
 {
     if (lost->how != ROUTER_GONE_DIED || !dies_with(t, r, lost->slot, now_ns))
         return false;
-    /* Found already: nobody else is asked about it. */
-    if ((r->killed_count == 0 && lost->suspects > 0) ||
-        router_request_is_explained(t, router_request_worker(t, lost->slot)->hello.incarnation))
+    /* Of what it died is known. */
+    if (router_request_is_explained(t, router_request_worker(t, lost->slot)->hello.incarnation))
         return false;
     if (r->killed_count > 0 && lost->suspects > 1) {
+        r->apart = true;
         pd_log_req_warn(r->id,
                         "msg=\"%u suspects were at %s when it died: which of them it was is "
                         "not known\"",
                         lost->suspects, lost->name);
         return false;
     }
-    return router_request_blame(t, r, lost->name);
+    return router_request_blame(t, r, lost->name, now_ns);
 }
 
 void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_gone how,

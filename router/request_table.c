@@ -309,6 +309,7 @@ void router_request_set_killed(router_requests *t, router_request *r, uint32_t c
     bool was = r->killed_count > 0, is = count > 0;
     void (*tell)(router_requests *, uint32_t) = is ? suspect_comes : suspect_leaves;
     r->killed_count = count;
+    r->apart = r->apart && is;
     if (was != is && r->charged_prefill)
         tell(t, r->prefill);
     if (was != is && r->charged_decode)
@@ -385,11 +386,9 @@ static void cancel_move(router_requests *t, const router_request *r)
         router_cluster_cancel(t->o.cluster, r->decode, &cancel);
 }
 
-bool router_request_computes(const router_request *r, uint64_t now_ns)
+bool router_request_computes(const router_request *r)
 {
-    double since_ms = (double)(now_ns - r->prefill_sent_ns) / (double)PD_NS_PER_MS;
-    return r->state == ROUTER_REQUEST_PREFILLING && r->prefill_open &&
-           (r->started || !r->decode_open || since_ms >= r->terms.prefill_queue_ms / 4);
+    return r->state == ROUTER_REQUEST_PREFILLING && r->prefill_open && r->started;
 }
 
 void router_request_cancel_at_workers(router_requests *t, const router_request *r, bool keep)

@@ -123,8 +123,11 @@ typedef struct router_request {
 
     uint32_t failures, failures_in_row; /* attempts that failed; without a new token in between */
     uint32_t gave_way;
+    uint32_t refusals;                             /* of prefill workers without room, in a row */
     char killed[ROUTER_DEATHS_MAX][PD_NAME_BYTES]; /* workers that died computing it */
     uint32_t killed_count; /* one: it is a suspect; see router_request_set_killed */
+    uint64_t suspect_ns;   /* since when it is a suspect */
+    bool apart;            /* it was with another one when a worker died: not again */
     /* Who computed it when it was tried again for another's fault: they may be dead already, which
      * is heard of later. A ring. */
     router_left left[ROUTER_LEFT_MAX];
@@ -231,10 +234,9 @@ void router_request_set_killed(router_requests *t, router_request *r, uint32_t c
 bool router_request_suspect_at(const router_requests *t, uint32_t slot, uint64_t now_ns);
 /* It has made so many tokens of this attempt that it is not what brings workers down. */
 bool router_request_absolved(const router_request *r);
-/* Whether the prefill worker computes it, as far as can be told: it said so, or it would not (there
- * is no lease to bind), or a good part of what was before it should be done (predictions err, and
- * the word may have died with it). */
-bool router_request_computes(const router_request *r, uint64_t now_ns);
+/* The prefill worker computes it: it has said so. What only waits there is no suspect, however
+ * long; a word that died with the worker lets one off, once. */
+bool router_request_computes(const router_request *r);
 /* Cancels at the workers that have it. A prefill worker that was never asked, or has said its last
  * word, writes nothing more: the decode worker is told, since no abort will come to it. One that
  * was lost may only stand still, and write on later: whether it is dead the decode worker finds

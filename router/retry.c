@@ -1,6 +1,7 @@
 #include "router/retry.h"
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "router/place.h"
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -136,11 +137,14 @@ bool router_request_is_explained(const router_requests *t, uint64_t incarnation)
     return false;
 }
 
-bool router_request_blame(router_requests *t, router_request *r, const char *worker)
+bool router_request_blame(router_requests *t, router_request *r, const char *worker,
+                          uint64_t now_ns)
 {
     snprintf(r->killed[r->killed_count], sizeof r->killed[0], "%s", worker);
     router_request_set_killed(t, r, r->killed_count + 1);
     if (r->killed_count < ROUTER_DEATHS_MAX) {
+        r->suspect_ns = now_ns;
+        router_request_wake_at(t, router_place_turn_ends_ns(t, r));
         keep_left_free(t, r);
         return false;
     }
@@ -180,9 +184,9 @@ void router_request_left_well(router_requests *t, uint32_t slot, const pd_reques
 /* It is given up at who computes it, for another's fault. */
 static void remember_left(router_requests *t, router_request *r, uint64_t now_ns)
 {
-    uint32_t slot = r->state == ROUTER_REQUEST_DECODING  ? r->decode
-                    : router_request_computes(r, now_ns) ? r->prefill
-                                                         : ROUTER_NO_WORKER;
+    uint32_t slot = r->state == ROUTER_REQUEST_DECODING ? r->decode
+                    : router_request_computes(r)        ? r->prefill
+                                                        : ROUTER_NO_WORKER;
     if (slot == ROUTER_NO_WORKER || router_request_absolved(r))
         return;
     r->left[r->left_count++ % ROUTER_LEFT_MAX] =

@@ -63,7 +63,8 @@ void router_request_retry(router_requests *t, router_request *r, const router_fa
 /* Of what that incarnation dies, should it, is known: one that left it has been convicted since. */
 bool router_request_is_explained(const router_requests *t, uint64_t incarnation);
 /* That worker died while it computed the request. True: it was one too many, and r is gone. */
-bool router_request_blame(router_requests *t, router_request *r, const char *worker);
+bool router_request_blame(router_requests *t, router_request *r, const char *worker,
+                          uint64_t now_ns);
 /* That incarnation computed the request until it was tried again for another's fault, a short while
  * ago, and has not said since that it does so no more: it may have been dying. */
 bool router_request_was_left(const router_requests *t, const router_request *r,

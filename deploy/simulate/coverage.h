@@ -46,6 +46,7 @@ typedef struct sim_coverage {
     uint64_t transitions[ROUTER_TRANSITIONS_MAX]; /* by row of the lifecycle table */
     uint64_t retries[ROUTER_RETRY_REASONS];
     uint64_t resumed, moves, moves_failed, gave_way, pulls, pulls_failed, suspects, no_budget;
+    uint64_t innocents; /* of the suspects: blamed for two deaths that another one caused */
     uint64_t refetches, seal_failures;
     uint64_t attempts_max; /* of one request */
 } sim_coverage;

@@ -30,7 +30,6 @@ typedef enum plant {
     PLANT_NO_SHARED_BUDGET,
     PLANT_PRIORITY_REVERSED,
     PLANT_NO_SUSPECTS,
-    PLANT_SUSPECTS_TOGETHER,
     PLANT_PROGRESS_UNHEARD,
     PLANT_LATE_IS_LOST,
     PLANT_ANY_SESSION,
@@ -52,7 +51,6 @@ static const char *const names[PLANTS] = {
     [PLANT_NO_SHARED_BUDGET] = "no-shared-budget",
     [PLANT_PRIORITY_REVERSED] = "priority-reversed",
     [PLANT_NO_SUSPECTS] = "no-suspects",
-    [PLANT_SUSPECTS_TOGETHER] = "suspects-together",
     [PLANT_PROGRESS_UNHEARD] = "progress-unheard",
     [PLANT_LATE_IS_LOST] = "late-is-lost",
     [PLANT_ANY_SESSION] = "any-session",
@@ -121,11 +119,6 @@ WRAPPED(void, router_request_retry, router_requests *t, router_request *r,
     if (planted == PLANT_NO_SHARED_BUDGET)
         t->budget = t->o.config->requests_max;
     __real_router_request_retry(t, r, failure, now_ns);
-}
-
-WRAPPED(bool, router_request_suspect_at, const router_requests *t, uint32_t slot, uint64_t now_ns)
-{
-    return planted != PLANT_SUSPECTS_TOGETHER && __real_router_request_suspect_at(t, slot, now_ns);
 }
 
 WRAPPED(void, router_request_enqueue, router_requests *t, router_request *r)
