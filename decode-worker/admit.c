@@ -150,7 +150,7 @@ pd_status decode_admit_bind(decode_admit *admit, decode_sequence *sequence, cons
     pd_status status = pd_lease_bind(admit->leases, lease, sequence->hashes, usable);
 
     if (status != PD_OK) {
-        *reason_out = "the room went to others meanwhile";
+        *reason_out = DECODE_ROOM_GONE;
         return status;
     }
     sequence->bound = true;

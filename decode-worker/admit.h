@@ -34,6 +34,8 @@ PD_CHECKED pd_status decode_admit_promise(decode_admit *admit, const pd_msg_leas
                                           const decode_sequence *all, double step_ms,
                                           uint64_t now_ns, decode_sequence **sequence_out,
                                           decode_refusal *refusal_out);
+/* What a promise that was broken says: by a fault of ours alone, and the simulator looks for it. */
+#define DECODE_ROOM_GONE "the room went to others meanwhile"
 /* Binds a promise: held blocks are pinned, the rest claimed, and the landing begins. PD_E_OVERLOAD,
  * with *reason_out: no room now, the promise stands. */
 PD_CHECKED pd_status decode_admit_bind(decode_admit *admit, decode_sequence *sequence,

@@ -18,12 +18,13 @@
  * again adds 10 % to the load, not a storm. Empty: 503.
  *
  * ROUTER_DEATHS_MAX (2): workers that died (silent, or came back as a new process) while they
- * computed it, as far as can be told, and before it had made ROUTER_ABSOLVED_TOKENS there. It may
- * be what kills them, and gets no third: 500. One that ran for longer was in bad company: its
- * earlier deaths are forgotten. After the first death it is a suspect. No two suspects are at one
- * worker at a time (place.c): they spread, or wait for their turn in the queue, so that of those
- * that were in one death together the second convicts only who was in both. What is no suspect
- * keeps no distance, and is not held up.
+ * computed it, as they had said, and before it had made ROUTER_ABSOLVED_TOKENS there. It may be
+ * what kills them, and gets no third: 500. One that ran for longer was in bad company: its earlier
+ * deaths are forgotten. After the first death it is a suspect. Suspects spread over the workers
+ * (place.c), or wait for their turn in the queue, lost_after at most, so that of those that were in
+ * one death together the second convicts only who was in both. Where two met all the same, the
+ * death convicts neither, and they are kept apart for as long as it takes. What is no suspect keeps
+ * no distance, and is not held up.
  *
  * Backoff: none before the first retry, whose worker is gone; then 50 ms, 100, ... up to 1 s, each
  * times 0.5 to 1.5 at random, so that what failed together does not come back together.

@@ -4,6 +4,7 @@
 #include "common/base/clock.h"
 #include "common/base/mem.h"
 #include "common/wire/unpack.h"
+#include "decode-worker/admit.h"
 #include "deploy/simulate/clients.h"
 #include "deploy/simulate/faults.h"
 #include "deploy/simulate/suspects.h"
@@ -107,9 +108,8 @@ bool sim_net_to_worker(sim_router *router, const char *identity, const pd_messag
 /* A promise is kept: a bind finds its room. */
 static void check_bind(sim_world *world, const sim_event *event, const pd_message *message)
 {
-    const char *broken = "the room went to others meanwhile"; /* decode-worker/admit.c */
-
-    if (message->kind == PD_MSG_LEASE_REPLY && strcmp(message->lease_reply.reason, broken) == 0)
+    if (message->kind == PD_MSG_LEASE_REPLY &&
+        strcmp(message->lease_reply.reason, DECODE_ROOM_GONE) == 0)
         sim_broken(world, "%s has no room for what it promised",
                    world->workers[event->a >> 8].name);
 }

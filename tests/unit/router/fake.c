@@ -536,12 +536,14 @@ static void arrive(fake *f, uint32_t i, fake_lease *lease, const fake_prompt *pr
     } else if (lease->refetched++ == 0) {
         pd_message message = {.kind = PD_MSG_REFETCH,
                               .refetch = {.key = lease->key, .group = 1, .count = 1}};
-        strcpy(message.refetch.reason, "a seal does not match");
+        snprintf(message.refetch.reason, sizeof message.refetch.reason, "%s",
+                 "a seal does not match");
         say(f, i, &message);
     } else {
         pd_message message = {.kind = PD_MSG_DECODE_FAILED,
                               .decode_failed = {.key = lease->key, .status = PD_E_MISMATCH}};
-        strcpy(message.decode_failed.reason, "a seal does not match again");
+        snprintf(message.decode_failed.reason, sizeof message.decode_failed.reason, "%s",
+                 "a seal does not match again");
         end_lease(&f->workers[i], lease);
         say(f, i, &message);
     }
@@ -558,7 +560,7 @@ static void on_sent(fake *f, uint32_t i, const fake_event *e)
     done.ship_done.again = source->again;
     if (fake_below(f, 1000) < f->ship_failures) {
         done.ship_done.status = PD_E_PEER;
-        strcpy(done.ship_done.reason, "the link was cut");
+        snprintf(done.ship_done.reason, sizeof done.ship_done.reason, "%s", "the link was cut");
         drop_prefill(&f->workers[i], &e->key);
         say(f, i, &done);
         return;
@@ -685,7 +687,8 @@ static void say_failed(fake *f, uint32_t i, fake_lease *lease)
 {
     pd_message message = {.kind = PD_MSG_DECODE_FAILED,
                           .decode_failed = {.key = lease->key, .status = f->decode_status}};
-    strcpy(message.decode_failed.reason, "as it was told");
+    snprintf(message.decode_failed.reason, sizeof message.decode_failed.reason, "%s",
+             "as it was told");
     end_lease(&f->workers[i], lease);
     say(f, i, &message);
 }
@@ -788,7 +791,7 @@ static void on_peer_up(fake *f, uint32_t i, const pd_msg_peer_up *peer)
     pd_message message = {.kind = PD_MSG_LINK,
                           .link = {.peer_incarnation = peer->incarnation, .up = true}};
     memcpy(message.link.peer, peer->name, sizeof message.link.peer);
-    strcpy(message.link.lane, "fake");
+    snprintf(message.link.lane, sizeof message.link.lane, "%s", "fake");
     say(f, i, &message);
 }
 

@@ -80,7 +80,7 @@ static void every_line_of_the_validation_table_holds(void **state)
         replace(body, sizeof body, "[V]", "[1000]");
         api_endpoint endpoint = strstr(fields[2], "chat") != NULL ? API_CHAT : API_COMPLETIONS;
         int status = parse(endpoint, body, strlen(body), param, sizeof param);
-        if (status != atoi(fields[0]) ||
+        if (status != (int)strtol(fields[0], NULL, 10) ||
             (fields[1][0] != '-' && status != 200 && strcmp(param, fields[1]) != 0))
             fail_msg("%s: %d, param '%s', expected %s, '%s'", body, status, param, fields[0],
                      fields[1]);

@@ -232,19 +232,25 @@ static void a_stuck_link_is_closed_so_that_a_cancel_can_end(void **state)
     world_destroy(w);
 }
 
+/* A request's blocks are on their way, a write fails, and the link is being closed. */
+static void fail_a_write(world *w, direct *d)
+{
+    make_direct(w, d, 40, 5);
+    send_direct(w, d);
+    assert_true(world_end_step(w, &w->prefill));
+    for (uint32_t i = 0; i < w->wire_count; i++)
+        w->wire[i].receiver = 1; /* somebody else's memory by now */
+    while (!w->link_closing)
+        assert_true(world_deliver(w));
+}
+
 static void a_failed_write_ends_its_request_after_the_link(void **state)
 {
     (void)state;
     world *w = world_create(&(world_setup){.seed = 1});
     direct d;
 
-    make_direct(w, &d, 40, 5);
-    send_direct(w, &d);
-    assert_true(world_end_step(w, &w->prefill));
-    for (uint32_t i = 0; i < w->wire_count; i++)
-        w->wire[i].receiver = 1; /* somebody else's memory by now */
-    while (!w->link_closing)
-        assert_true(world_deliver(w));
+    fail_a_write(w, &d);
     read_letters(w);
     assert_false(w->requests[0].prefill_ended);
     assert_true(world_deliver(w)); /* closed */
@@ -506,13 +512,7 @@ static void what_has_ended_stays_ended(void **state)
     world *w = world_create(&(world_setup){.seed = 1});
     direct d;
 
-    make_direct(w, &d, 40, 5);
-    send_direct(w, &d);
-    assert_true(world_end_step(w, &w->prefill));
-    for (uint32_t i = 0; i < w->wire_count; i++)
-        w->wire[i].receiver = 1; /* somebody else's memory by now */
-    while (!w->link_closing)
-        assert_true(world_deliver(w));
+    fail_a_write(w, &d);
     assert_true(world_deliver(w)); /* closed */
     assert_true(last_done(w)->may_land);
     ship_again(w, &d, 0, 0, 1);
