@@ -1,0 +1,74 @@
+#pragma once
+
+/* kernels/sum_tree.h - the order in which a row-parallel product's segments are added.
+ *
+ * The columns of such a matrix are cut into `leaves` equal runs (segments); each run's sum is a
+ * leaf of a binary tree that is the same at every tensor-parallel size:
+ *
+ *     T(lo, 1) = leaf lo
+ *     T(lo, n) = T(lo, m) + T(lo + m, n - m),   m: the largest power of two below n
+ *
+ * A rank has a run of neighbouring leaves. It adds what lies whole within it, the fewest nodes that
+ * cover its leaves, and the ranks exchange these: every rank then finishes the same tree, so that
+ * the sum is the same to the last bit at 1, 2, 4 ... ranks. Plain C that device code includes too:
+ * integers only. */
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define KERN_LEAVES_MAX 64
+#define KERN_NODES_MAX  12 /* that cover a run of leaves: 2 (log2(64) - 1) is the worst case */
+
+typedef struct kern_node {
+    uint8_t lo, count; /* leaves lo .. lo + count - 1 */
+} kern_node;
+
+typedef struct kern_nodes {
+    uint32_t count;
+    kern_node node[KERN_NODES_MAX]; /* by lo */
+} kern_nodes;
+
+/* The left child's leaves of a node of n >= 2 leaves. */
+static inline uint32_t kern_tree_left(uint32_t n)
+{
+    uint32_t m = 1;
+
+    while (2 * m < n)
+        m *= 2;
+    return m;
+}
+
+static inline void kern_nodes_add(kern_nodes *nodes, uint32_t lo, uint32_t n, uint32_t from,
+                                  uint32_t to)
+{
+    /* depth-first without recursion, for device code: at most one pending right child a level */
+    uint32_t stack_lo[8], stack_n[8], depth = 0;
+
+    stack_lo[depth] = lo;
+    stack_n[depth++] = n;
+    while (depth > 0) {
+        lo = stack_lo[--depth];
+        n = stack_n[depth];
+        if (lo + n <= from || lo >= to)
+            continue;
+        if (lo >= from && lo + n <= to) {
+            nodes->node[nodes->count].lo = (uint8_t)lo;
+            nodes->node[nodes->count++].count = (uint8_t)n;
+            continue;
+        }
+        uint32_t left = kern_tree_left(n);
+        stack_lo[depth] = lo + left;
+        stack_n[depth++] = n - left;
+        stack_lo[depth] = lo;
+        stack_n[depth++] = left;
+    }
+}
+
+/* The fewest nodes of the tree over `leaves` leaves that cover leaves [from, to). */
+static inline kern_nodes kern_nodes_of(uint32_t leaves, uint32_t from, uint32_t to)
+{
+    kern_nodes nodes = {0};
+
+    kern_nodes_add(&nodes, 0, leaves, from, to);
+    return nodes;
+}
