@@ -247,6 +247,30 @@ static void tables_are_used_where_they_cover(void **state)
         device_each(*state, 1, partly_covered_once, (void *)&shapes[i]);
 }
 
+/* So many seals that each is made by one block of threads, in turns. */
+static void large_batch_once(device *d, void *ctx)
+{
+    world w;
+    seals learnt = {0}, s = {0};
+    uint32_t count = 6 * gpu_info_of(d->gpu)->processors;
+
+    make_world(&w, ctx, d);
+    add_tables(&w, d);
+    add_seal(&w, &learnt, 0, 0, w.layout.block_tokens, 0, w.layout.kv_heads);
+    check_seals(d, &w, &learnt, true);
+    for (uint32_t i = 0; i < count && i < 64; i++) /* the last tile is not known in most */
+        add_seal(&w, &s, 0, 0, w.layout.block_tokens - i % 4, 0, w.layout.kv_heads);
+    check_seals(d, &w, &s, false);
+    end_world(&w);
+}
+
+static void a_large_batch_is_sealed_in_turns(void **state)
+{
+    static const shape large = {256, 1, 3, 3, 128, 1}; /* 384 tiles a seal */
+
+    device_each(*state, 1, large_batch_once, (void *)&large);
+}
+
 static void flipped_bit_once(device *d, void *ctx)
 {
     world w;
@@ -367,6 +391,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(seals_from_bytes_are_learnt),
         cmocka_unit_test(tables_are_used_where_they_cover),
+        cmocka_unit_test(a_large_batch_is_sealed_in_turns),
         cmocka_unit_test(a_flipped_bit_is_another_seal),
         cmocka_unit_test(blocks_come_and_go_as_they_are),
     };
