@@ -112,8 +112,8 @@ static void use_vectors(void)
     for (unsigned t = 0; t < emu_here.count; t++) {
         uint32_t past = c.warp_clock[t / EMU_LANES];
         memset(c.known[t], 0, sizeof c.known[t]);
-        for (unsigned u = t / EMU_LANES * EMU_LANES; u < emu_here.count && u / EMU_LANES == t / EMU_LANES;
-             u++)
+        for (unsigned u = t / EMU_LANES * EMU_LANES;
+             u < emu_here.count && u / EMU_LANES == t / EMU_LANES; u++)
             c.known[t][u] = past == 0 ? 0 : past; /* clocks below past + 1 */
         c.own[t] = past + 1;
     }
@@ -137,8 +137,8 @@ void emu_check_sync_warp(uint32_t mask)
 {
     unsigned first = emu_self->linear / EMU_LANES * EMU_LANES;
     unsigned lanes = emu_here.count - first < EMU_LANES ? emu_here.count - first : EMU_LANES;
-    uint32_t live = (lanes == EMU_LANES ? UINT32_MAX : (1u << lanes) - 1) &
-                    ~emu_here.exited[first / EMU_LANES];
+    uint32_t live =
+        (lanes == EMU_LANES ? UINT32_MAX : (1u << lanes) - 1) & ~emu_here.exited[first / EMU_LANES];
     uint32_t *all = c.joined;
 
     if (!emu_checked)

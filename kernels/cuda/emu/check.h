@@ -2,8 +2,8 @@
 
 /* kernels/cuda/emu/check.h - the checked form: every access of a kernel is seen.
  *
- * Kernel files compiled with -fsanitize=thread (the sanitizer itself is not linked: tsan.cpp has its
- * callbacks) and EMU_CHECKED=1. What is looked for:
+ * Kernel files compiled with -fsanitize=thread (the sanitizer itself is not linked: tsan.cpp has
+ * its callbacks) and EMU_CHECKED=1. What is looked for:
  *   - accesses outside shared memory, the device's allocations and the thread's own stack;
  *   - two threads of a block on a byte, one of them writing, with nothing between them that orders
  *     memory: cu_sync for the block, cu_sync_warp for a warp, an mbarrier's phase. Shuffles,

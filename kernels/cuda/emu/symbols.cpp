@@ -88,7 +88,7 @@ static int by_address(const void *left, const void *right)
 static void read_symbols(const unsigned char *file, size_t bytes)
 {
     ElfW(Ehdr) head;
-    const ElfW(Shdr) *sections;
+    const ElfW(Shdr) * sections;
 
     if (bytes < sizeof head)
         return;
@@ -133,9 +133,9 @@ void emu_symbols_load(void)
         return;
     module.loaded = true;
     dl_iterate_phdr(find_module, NULL);
-    emu_variables =
-        static_cast<emu_variable *>(mmap(NULL, VARIABLES_MAX * sizeof *emu_variables,
-                                         PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    emu_variables = static_cast<emu_variable *>(mmap(NULL, VARIABLES_MAX * sizeof *emu_variables,
+                                                     PROT_READ | PROT_WRITE,
+                                                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     pd_assert(emu_variables != MAP_FAILED);
     fd = open(module.path, O_RDONLY | O_CLOEXEC);
     if (fd < 0 || fstat(fd, &info) != 0) {
@@ -196,8 +196,9 @@ void emu_source_of(const void *code, char *text, size_t size)
     if (fgets(line, sizeof line, pipe) != NULL && line[0] != '?') {
         line[strcspn(line, " \n")] = '\0';
         name = strstr(line, "/kernels/");
-        name = name != NULL ? name + 1 : strstr(line, "/tests/") != NULL ? strstr(line, "/tests/") + 1
-                                                                        : line;
+        name = name != NULL                      ? name + 1
+               : strstr(line, "/tests/") != NULL ? strstr(line, "/tests/") + 1
+                                                 : line;
         snprintf(text, size, "%s", name);
     }
     pclose(pipe);

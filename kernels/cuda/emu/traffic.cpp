@@ -89,9 +89,9 @@ static int local_of(const char *file, int line, const void *code, bool shared)
             return (int)i;
     }
     unsigned i = 0;
-    while (i < t.count && !(t.sites[i].kernel == t.kernel && t.sites[i].line == line &&
-                            t.sites[i].code == code && t.sites[i].shared == shared &&
-                            t.sites[i].file == file))
+    while (i < t.count &&
+           !(t.sites[i].kernel == t.kernel && t.sites[i].line == line && t.sites[i].code == code &&
+             t.sites[i].shared == shared && t.sites[i].file == file))
         i++;
     if (i == SITES_MAX || t.locals == BLOCK_SITES)
         return -1;
