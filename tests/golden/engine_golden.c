@@ -3,6 +3,7 @@
  *   engine_golden MODEL FOLDER [DEVICE [THREADS [CHUNK]]]
  *
  * DEVICE as in a deployment: cpu, cpu-ref, cuda, cuda-emu, ...
+ *
  * FOLDER holds text.json (2,048 tokens, teacher-forced: fp32's best and second token at each
  * position, their gap, perplexity) and golden.json (greedy continuations). Right means, with 8-bit
  * activations: the argmax is fp32's wherever fp32's gap is at least 0.4, and its first or second
@@ -203,7 +204,9 @@ static pd_status load(golden *g, const char *device, const kern_backend_options 
         return status;
     if (g->backend->pool_own)
         status = g->backend->pool_alloc(g->model, g->layout.pool_bytes, &g->pool);
-    else if (g->pool == NULL)
+    else
+        g->pool = pd_malloc(g->layout.pool_bytes);
+    if (g->pool == NULL)
         return status != PD_OK ? status : PD_E_NOMEM;
     return g->backend->bind(g->model, &g->layout, g->pool, false);
 }
