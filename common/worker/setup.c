@@ -140,15 +140,28 @@ static uint32_t threads_of(const pd_worker_setup *setup)
 
 static pd_status open_transfer(pd_worker_setup *setup)
 {
+    pd_worker_pool pool;
+    pd_status status = setup->options->engine->pool(
+        setup->engine, pd_transfer_pool_room(setup->layout.pool_bytes), &pool);
+
+    if (status != PD_OK) {
+        pd_log_error("msg=\"no memory for the KV pool on the engine's device\" status=%s "
+                     "pool_bytes=%llu",
+                     pd_status_name(status), (unsigned long long)setup->layout.pool_bytes);
+        return status;
+    }
+    setup->pool_kind = pool.kind;
     pd_transfer_options options = {
         .backend = setup->deployment.transfer.backend,
         .transport = setup->deployment.transfer.transport,
         .device = setup->deployment.transfer.device,
         .pool_bytes = setup->layout.pool_bytes,
+        .pool = pool.memory,
+        .pool_kind = pool.kind,
         .peers_max = PD_WORKER_PEERS_MAX,
         .incarnation = setup->incarnation,
     };
-    pd_status status = pd_transfer_create(&options, &setup->transfer);
+    status = pd_transfer_create(&options, &setup->transfer);
 
     if (status != PD_OK) {
         pd_log_error("msg=\"the transfer cannot start\" status=%s backend=%s transport=%s "
@@ -220,6 +233,12 @@ static pd_status create_shipper(pd_worker_setup *setup)
 
     if (status != PD_OK)
         return status;
+    if (setup->pool_kind != PD_MEMORY_HOST && (options.faults.every[PD_SHIP_FAULT_BIT] != 0 ||
+                                               options.faults.every[PD_SHIP_FAULT_OTHER] != 0)) {
+        pd_log_error("msg=\"KVFERRY_FAULTS bit and other look at the KV pool's bytes, which lie in "
+                     "a GPU's memory\"");
+        return PD_E_UNSUPPORTED;
+    }
     status = pd_ship_create(&options, &setup->shipper);
     if (status != PD_OK)
         pd_log_error("msg=\"no memory to ship with\"");

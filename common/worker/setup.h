@@ -32,6 +32,7 @@ typedef struct pd_worker_setup {
     pd_kv_layout layout;
     pd_transfer *transfer;
     pd_worker_engine *engine;
+    pd_memory_kind pool_kind;
     pd_sealer sealer; /* all NULL: seals are off */
     pd_shipper *shipper;
 } pd_worker_setup;
