@@ -203,7 +203,8 @@ CU_DEVICE tile_change change_of(const tile_piece &piece, uint32_t covered)
 CU_DEVICE void note_tile(const append_job &job, const tile_piece &piece, tile_change change,
                          uint64_t unit, uint32_t lane, const cu_tile_hash hash[2])
 {
-    uint64_t sum_k = cu_hash_sum(&hash[0]), sum_v = cu_hash_sum(&hash[1]);
+    uint64_t sum_k = cu_sum_lanes(cu_hash_value(&hash[0]));
+    uint64_t sum_v = cu_sum_lanes(cu_hash_value(&hash[1]));
     uint32_t tile = piece.token / job.tiling.tokens;
     uint64_t *sums = job.kv.tile_sums + 2 * unit * job.tiling.tiles + tile;
 

@@ -28,15 +28,17 @@ struct seal_job {
     uint64_t *seals;
 };
 
-/* One item's tiles, numbered [head][layer in group][k, v][tile that holds valid tokens]. */
+/* What an item covers: halves numbered [head][layer in group][k, v], each with so many tiles that
+ * hold valid tokens. */
 struct seal_range {
     uint64_t unit_first; /* of the block's group */
-    uint32_t layers, tiles, head_from, count;
+    uint32_t layers, tiles, halves;
 };
 
-struct seal_tile {
+struct seal_half {
     uint64_t unit;
-    uint32_t head, layer, half, tile, tokens; /* valid ones of the tile */
+    uint32_t half;
+    uint64_t key; /* the item's and the half's */
 };
 
 CU_DEVICE seal_range range_of(const seal_job &job, const cu_seal_item &item)
@@ -46,40 +48,38 @@ CU_DEVICE seal_range range_of(const seal_job &job, const cu_seal_item &item)
     range.unit_first = cu_kv_block_unit(job.kv, item.group, item.block);
     range.layers = cu_kv_layers_of(job.kv, item.group);
     range.tiles = (item.valid_tokens + job.tiling.tokens - 1) / job.tiling.tokens;
-    range.head_from = item.head_from;
-    range.count = (item.head_to - item.head_from) * range.layers * 2 * range.tiles;
+    range.halves = 2 * (item.head_to - item.head_from) * range.layers;
     return range;
 }
 
-CU_DEVICE seal_tile tile_of(const seal_job &job, const seal_range &range, uint32_t index,
-                            uint32_t valid_tokens)
+CU_DEVICE seal_half half_of(const cu_seal_item &item, const seal_range &range, uint32_t index)
 {
-    seal_tile at;
-    uint32_t halves = index / range.tiles, units = halves / 2, start;
+    uint32_t units = index / 2, heads = units / range.layers, layer = units - heads * range.layers;
+    uint32_t head = item.head_from + heads;
+    uint64_t number = ((uint64_t)(item.head_first + head) << 32) + 2 * layer + index % 2;
 
-    at.tile = index - halves * range.tiles;
-    at.half = halves % 2;
-    at.head = range.head_from + units / range.layers;
-    at.layer = units % range.layers;
-    at.unit = range.unit_first + at.head * range.layers + at.layer;
-    start = at.tile * job.tiling.tokens;
-    /* blocks end where their last tile does, or before */
-    at.tokens = valid_tokens - start < job.tiling.tokens ? valid_tokens - start : job.tiling.tokens;
-    return at;
+    return seal_half{range.unit_first + head * range.layers + layer, index % 2,
+                     item.key ^ cu_mix64(number)};
 }
 
 /* What a tile adds to its seal. */
-CU_DEVICE uint64_t sealed(const cu_seal_item &item, const seal_tile &at, uint64_t content)
+CU_DEVICE uint64_t sealed(const seal_half &half, uint32_t tile, uint64_t content)
 {
-    uint64_t number = ((uint64_t)(item.head_first + at.head) << 32) + 2 * at.layer + at.half;
-    uint64_t key = item.key ^ cu_mix64(number);
-
-    return cu_mix64(content ^ cu_mix64(key + at.tile));
+    return cu_mix64(content ^ cu_mix64(half.key + tile));
 }
 
-CU_DEVICE uint64_t *sum_of(const seal_job &job, const seal_tile &at)
+CU_DEVICE uint64_t *sums_of(const seal_job &job, const seal_half &half)
 {
-    return job.kv.tile_sums + (2 * at.unit + at.half) * job.tiling.tiles + at.tile;
+    return job.kv.tile_sums + (2 * half.unit + half.half) * job.tiling.tiles;
+}
+
+/* Valid tokens of a tile; blocks end where their last tile does, or before. */
+CU_DEVICE uint32_t tokens_of(const seal_job &job, const cu_seal_item &item, uint32_t tile)
+{
+    uint32_t start = tile * job.tiling.tokens;
+    uint32_t left = start < item.valid_tokens ? item.valid_tokens - start : 0;
+
+    return left < job.tiling.tokens ? left : job.tiling.tokens;
 }
 
 /* A lane's keys: of words 2 lane, 2 lane + 1, and 64 further. */
@@ -96,24 +96,19 @@ CU_DEVICE lane_keys keys_of(const seal_job &job, uint32_t lane)
     return keys;
 }
 
-CU_DEVICE void hash_words(cu_tile_hash *hash, uint4 words, uint4 keys)
-{
-    cu_hash_word(hash, make_uint2(words.x, words.y), make_uint2(keys.x, keys.y));
-    cu_hash_word(hash, make_uint2(words.z, words.w), make_uint2(keys.z, keys.w));
-}
-
-/* A lane's part of a tile: word pairs lane and lane + 32, zeros past its end. */
+/* A lane's words of a tile, where there are any. */
 struct lane_words {
     uint4 first, second;
     bool has_first, has_second;
 };
 
-CU_DEVICE lane_words load_tile(const seal_job &job, const seal_tile &at, uint32_t lane)
+CU_DEVICE lane_words load_tile(const seal_job &job, const seal_half &half, uint32_t tile,
+                               uint32_t tokens, uint32_t lane)
 {
-    const unsigned char *bytes = (const unsigned char *)job.kv.pool + at.unit * job.kv.layer_bytes +
-                                 at.half * job.kv.half_bytes +
-                                 (uint64_t)at.tile * job.tiling.tokens * job.kv.token_bytes;
-    uint32_t words = at.tokens * job.tiling.row_words; /* an even number, at most 128 */
+    const unsigned char *bytes = (const unsigned char *)job.kv.pool +
+                                 half.unit * job.kv.layer_bytes + half.half * job.kv.half_bytes +
+                                 (uint64_t)tile * job.tiling.tokens * job.kv.token_bytes;
+    uint32_t words = tokens * job.tiling.row_words; /* an even number, at most 128 */
     lane_words loaded;
 
     loaded.has_first = 2 * lane < words;
@@ -125,8 +120,14 @@ CU_DEVICE lane_words load_tile(const seal_job &job, const seal_tile &at, uint32_
     return loaded;
 }
 
-/* All lanes: the hash of a tile, in every lane. */
-CU_DEVICE uint64_t hash_tile(const lane_words &words, const lane_keys &keys)
+CU_DEVICE void hash_words(cu_tile_hash *hash, uint4 words, uint4 keys)
+{
+    cu_hash_word(hash, make_uint2(words.x, words.y), make_uint2(keys.x, keys.y));
+    cu_hash_word(hash, make_uint2(words.z, words.w), make_uint2(keys.z, keys.w));
+}
+
+/* One lane's part of the hash of a tile. */
+CU_DEVICE uint64_t hash_lane(const lane_words &words, const lane_keys &keys)
 {
     cu_tile_hash hash = {0, 0};
 
@@ -134,59 +135,84 @@ CU_DEVICE uint64_t hash_tile(const lane_words &words, const lane_keys &keys)
         hash_words(&hash, words.first, keys.first);
     if (words.has_second)
         hash_words(&hash, words.second, keys.second);
-    return cu_hash_sum(&hash);
+    return cu_hash_value(&hash);
 }
 
-CU_DEVICE void learn(const seal_job &job, const cu_seal_item &item, const seal_tile &at,
-                     uint64_t content)
+/* All lanes: the hash of `even`'s tile in the lower 16 lanes, of `odd`'s in the upper ones. */
+CU_DEVICE uint64_t hash_pair(const lane_words &even, const lane_words &odd, const lane_keys &keys,
+                             uint32_t lane)
 {
-    *sum_of(job, at) = content;
-    if (at.half == 0 && at.tile == 0)
-        job.kv.covered[at.unit] = (uint16_t)item.valid_tokens;
+    uint64_t a = hash_lane(even, keys), b = hash_lane(odd, keys);
+    uint64_t sum = lane < 16 ? a : b;
+
+    sum += cu_shuffle_xor(CU_ALL, lane < 16 ? b : a, 16);
+    for (uint32_t bits = 8; bits > 0; bits /= 2)
+        sum += cu_shuffle_xor(CU_ALL, sum, bits);
+    return sum;
 }
 
-/* A warp a tile, the next one's words on their way while one is hashed; grid (items, slices of
- * each). Where there are tables, they learn what was hashed; no two warps have the same tile, nor
- * the same unit's first. */
-CU_KERNEL(SEAL_THREADS, 4) seal_bytes(seal_job job)
+/* All lanes: adds what they have of a seal. */
+CU_DEVICE void add_seal(const seal_job &job, uint64_t seal, uint32_t lane)
 {
-    uint32_t lane = threadIdx.x % 32, step = gridDim.y * SEAL_WARPS;
-    uint32_t index = blockIdx.y * SEAL_WARPS + threadIdx.x / 32;
-    cu_seal_item item = job.items[blockIdx.x];
-    seal_range range = range_of(job, item);
-    lane_keys keys = keys_of(job, lane);
-    seal_tile ahead = {};
-    lane_words ahead_words = {};
-    uint64_t seal = 0;
-
-    if (index < range.count) {
-        ahead = tile_of(job, range, index, item.valid_tokens);
-        ahead_words = load_tile(job, ahead, lane);
-    }
-    for (; index < range.count; index += step) {
-        seal_tile at = ahead;
-        lane_words words = ahead_words;
-        if (index + step < range.count) {
-            ahead = tile_of(job, range, index + step, item.valid_tokens);
-            ahead_words = load_tile(job, ahead, lane);
-        }
-        uint64_t content = hash_tile(words, keys);
-        seal += sealed(item, at, content);
-        if (lane == 0 && job.kv.tile_sums != NULL)
-            learn(job, item, at, content);
-    }
+    seal = cu_sum_lanes(seal);
     if (lane == 0 && seal != 0)
         cu_atomic_add(&job.seals[blockIdx.x], seal);
 }
 
-/* The table's hash of a tile is over exactly its valid tokens. */
-CU_DEVICE bool is_known(const seal_job &job, const seal_tile &at)
+/* A warp a half; grid (items, slices of each). Where there are tables they learn what was hashed,
+ * and no two warps have the same half. Tiles are hashed two at a time; lane l keeps the hash of
+ * tile 2 (l mod 16) + l / 16, so that the mixing is done for 32 tiles at once. */
+CU_KERNEL(SEAL_THREADS, 3) seal_bytes(seal_job job)
 {
-    uint32_t covered = job.kv.covered[at.unit], start = at.tile * job.tiling.tokens;
+    uint32_t lane = threadIdx.x % 32, warp = blockIdx.y * SEAL_WARPS + threadIdx.x / 32;
+    cu_seal_item item = job.items[blockIdx.x];
+    seal_range range = range_of(job, item);
+    lane_keys keys = keys_of(job, lane);
+    bool learns = job.kv.tile_sums != NULL;
+    uint64_t seal = 0;
+
+    for (uint32_t index = warp; index < range.halves; index += gridDim.y * SEAL_WARPS) {
+        seal_half half = half_of(item, range, index);
+        for (uint32_t first = 0; first < range.tiles; first += 32) {
+            uint32_t mine = first + 2 * (lane % 16) + lane / 16;
+            uint64_t content = 0;
+            for (uint32_t pair = 0; pair < 16 && first + 2 * pair < range.tiles; pair++) {
+                uint32_t tile = first + 2 * pair;
+                lane_words even = load_tile(job, half, tile, tokens_of(job, item, tile), lane);
+                lane_words odd =
+                    load_tile(job, half, tile + 1, tokens_of(job, item, tile + 1), lane);
+                uint64_t hashes = hash_pair(even, odd, keys, lane);
+                content = lane % 16 == pair ? hashes : content;
+            }
+            seal += mine < range.tiles ? sealed(half, mine, content) : 0;
+            if (learns && mine < range.tiles)
+                sums_of(job, half)[mine] = content;
+        }
+        if (learns && lane == 0 && half.half == 0)
+            job.kv.covered[half.unit] = (uint16_t)item.valid_tokens;
+    }
+    add_seal(job, seal, lane);
+}
+
+/* The table's hash of a tile is over exactly its valid tokens. */
+CU_DEVICE bool is_known(const seal_job &job, const seal_half &half, uint32_t tile, uint32_t tokens)
+{
+    uint32_t covered = job.kv.covered[half.unit], start = tile * job.tiling.tokens;
     uint32_t left = job.kv.block_tokens - start;
     uint32_t whole = left < job.tiling.tokens ? left : job.tiling.tokens;
 
-    return covered > start && (covered - start < whole ? covered - start : whole) == at.tokens;
+    return covered > start && (covered - start < whole ? covered - start : whole) == tokens;
+}
+
+/* All lanes: the hash of one tile that is in no table, in every lane. */
+CU_DEVICE uint64_t hash_unknown(const seal_job &job, const cu_seal_item &item,
+                                const seal_range &range, uint32_t index, uint32_t lane)
+{
+    uint32_t tile = index % range.tiles;
+    seal_half half = half_of(item, range, index / range.tiles);
+    lane_words words = load_tile(job, half, tile, tokens_of(job, item, tile), lane);
+
+    return cu_sum_lanes(hash_lane(words, keys_of(job, lane)));
 }
 
 /* A lane a tile; what the tables do not have, the warp hashes tile by tile. */
@@ -195,36 +221,35 @@ CU_KERNEL(SEAL_THREADS, 4) seal_tiles(seal_job job)
     uint32_t lane = threadIdx.x % 32, warp = blockIdx.y * SEAL_WARPS + threadIdx.x / 32;
     cu_seal_item item = job.items[blockIdx.x];
     seal_range range = range_of(job, item);
+    uint32_t count = range.halves * range.tiles;
     uint64_t seal = 0;
 
-    for (uint32_t first = 32 * warp; first < range.count; first += 32 * gridDim.y * SEAL_WARPS) {
-        bool inside = first + lane < range.count;
-        seal_tile at = tile_of(job, range, inside ? first + lane : first, item.valid_tokens);
-        bool known = inside && is_known(job, at);
-        uint64_t content = known ? *sum_of(job, at) : 0;
+    for (uint32_t first = 32 * warp; first < count; first += 32 * gridDim.y * SEAL_WARPS) {
+        bool inside = first + lane < count;
+        uint32_t index = inside ? first + lane : first, tile = index % range.tiles;
+        seal_half half = half_of(item, range, index / range.tiles);
+        bool known = inside && is_known(job, half, tile, tokens_of(job, item, tile));
+        uint64_t content = known ? sums_of(job, half)[tile] : 0;
         uint32_t unknown = cu_ballot(CU_ALL, inside && !known);
-        for (uint32_t other = 0; unknown >> other != 0; other++) {
+        for (uint32_t other = 0; other < 32; other++) {
             if ((unknown >> other & 1) == 0)
                 continue;
-            seal_tile its = tile_of(job, range, first + other, item.valid_tokens);
-            uint64_t hashed = hash_tile(load_tile(job, its, lane), keys_of(job, lane));
+            uint64_t hashed = hash_unknown(job, item, range, first + other, lane);
             content = lane == other ? hashed : content;
         }
-        seal += inside ? sealed(item, at, content) : 0;
+        seal += inside ? sealed(half, tile, content) : 0;
     }
-    for (uint32_t bits = 16; bits > 0; bits /= 2)
-        seal += cu_shuffle_xor(CU_ALL, seal, bits);
-    if (lane == 0 && seal != 0)
-        cu_atomic_add(&job.seals[blockIdx.x], seal);
+    add_seal(job, seal, lane);
 }
 
 pd_status cu_seal(gpu_stream *stream, const cu_kv *kv, uint32_t count, const cu_seal_item *items,
                   bool from_bytes, uint64_t *seals)
 {
     seal_job job = {*kv, cu_tiling_of(kv), items, seals};
-    uint64_t tiles = (uint64_t)kv->kv_heads * kv->group_layers * 2 * job.tiling.tiles;
     bool by_tile = !from_bytes && kv->tile_sums != NULL;
-    uint64_t slices_max = (tiles + SEAL_WARPS - 1) / SEAL_WARPS / (by_tile ? 32 : 1) + 1;
+    uint64_t halves = 2 * (uint64_t)kv->kv_heads * kv->group_layers;
+    uint64_t warps = by_tile ? (halves * job.tiling.tiles + 31) / 32 : halves; /* that help */
+    uint64_t slices_max = (warps + SEAL_WARPS - 1) / SEAL_WARPS;
 
     if (count == 0)
         return PD_OK;

@@ -83,12 +83,15 @@ CU_DEVICE void cu_hash_word(cu_tile_hash *hash, uint2 word, uint2 key)
     hash->high += a + b;
 }
 
-/* All lanes of a warp: the sum of what they hashed, in every lane. */
-CU_DEVICE uint64_t cu_hash_sum(const cu_tile_hash *hash)
+CU_DEVICE uint64_t cu_hash_value(const cu_tile_hash *hash)
 {
-    uint64_t sum = hash->products + ((uint64_t)hash->high << 32);
+    return hash->products + ((uint64_t)hash->high << 32);
+}
 
+/* All lanes of a warp: the sum of their values, in every lane. */
+CU_DEVICE uint64_t cu_sum_lanes(uint64_t value)
+{
     for (uint32_t bits = 16; bits > 0; bits /= 2)
-        sum += cu_shuffle_xor(CU_ALL, sum, bits);
-    return sum;
+        value += cu_shuffle_xor(CU_ALL, value, bits);
+    return value;
 }
