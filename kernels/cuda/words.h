@@ -43,7 +43,7 @@
  * Memory: every access wider than the element's type goes through these (no pointer casts).
  *   cu_load<T>(p)  cu_store<T>(p, v)   T up to 16 bytes: uint32_t, uint2, uint4, float, float2,
  *   float4, ...; p aligned to sizeof(T)
- *   cu_load_once<T>(p)         read once: past L1; global memory that nothing writes during the launch
+ *   cu_load_once<T>(p)         read once: past L1; global memory that no kernel writes meanwhile
  *   cu_atomic_add(p, v) (u32, s32, u64, f32: use only where order cannot matter)
  *   cu_atomic_max(p, v) cu_atomic_exchange(p, v) cu_atomic_cas(p, old, v)
  *   cu_fence() cu_fence_block()
