@@ -49,7 +49,7 @@ SYSTEM = re.compile(
     r"threads|time|uchar|wchar|wctype|dirent|dlfcn|fcntl|getopt|grp|ifaddrs|netdb|poll|pthread|"
     r"pwd|sched|semaphore|spawn|termios|unistd|glob|fnmatch|libgen|regex|syslog|malloc|byteswap|"
     r"endian|features|link|elf|execinfo|error|alloca|ucontext)\.h"
-    r"|type_traits|utility"
+    r"|atomic|type_traits|utility"
     r"|(sys|linux|netinet|arpa|net|bits|asm|sanitizer)/.*"
 )
 BANNED = ("strcpy", "strcat", "sprintf", "vsprintf", "strtok", "atoi", "atol", "atof", "gets")

@@ -1,9 +1,10 @@
 #pragma once
 
-/* kernels/backend.h - the table of operations a backend offers, and the choice of one.
+/* kernels/ops.h - the table of operations that the forward pass on the host is made of, one table
+ * an instruction set, and the choice of one.
  *
- * A backend computes what kernels/ref does, bit for bit: each operation's comment there is its
- * meaning. Operations are pure: they read and write the memory they are given, never fail, and may
+ * Each computes what kernels/ref does, bit for bit: an operation's comment there is its meaning.
+ * Operations are pure: they read and write the memory they are given, never fail, and may
  * run on any thread at once on different memory. The rules that make results equal are in
  * docs/kernels.md. */
 
@@ -14,7 +15,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERN_BACKEND_ABI          1
 #define KERN_PANEL_ROWS           16  /* a matmul's row range starts at a multiple of it */
 #define KERN_SPLIT_TOKENS         256 /* attention's partial sums cover this many positions */
 #define KERN_ATTENTION_TOKENS_MAX 16  /* query tokens of one call */
@@ -24,7 +24,7 @@ typedef struct kern_matrix {
     pd_dtype dtype;
     uint32_t rows, cols;
     uint32_t segments; /* cols is cut into this many equal runs, whose sums are added in order */
-    const void *data;  /* packed by the backend, or the file's rows when it packs nothing */
+    const void *data;  /* packed by the table's pack, or the file's rows when it packs nothing */
 } kern_matrix;
 
 /* Rows of activations, as floats and, for quantised weights, as blocks of 32 int8. */
@@ -55,10 +55,8 @@ typedef struct kern_attention {
     void *scratch;                   /* attention_scratch_bytes, 64-byte aligned, this thread's */
 } kern_attention;
 
-typedef struct kern_backend {
-    uint32_t abi;          /* KERN_BACKEND_ABI */
-    uint32_t struct_bytes; /* sizeof(kern_backend) where it was built */
-    const char *name;      /* "cpu-avx512" */
+typedef struct kern_ops {
+    const char *name; /* "cpu-avx512" */
 
     /* How well it runs here; 0: not at all. The reason is written either way. */
     int (*probe)(char *reason, size_t reason_size);
@@ -87,13 +85,13 @@ typedef struct kern_backend {
     void (*silu_mul)(float *gate, const float *up, uint32_t count);
     size_t (*attention_scratch_bytes)(uint32_t heads, uint32_t head_dim);
     void (*attention)(const kern_attention *args);
-} kern_backend;
+} kern_ops;
 
-/* device: "cpu" (the highest score), or a backend's name. PD_E_UNSUPPORTED: no such backend in this
+/* device: "cpu" (the highest score), or a table's name. PD_E_UNSUPPORTED: no such table in this
  * build, or its probe says no (logged with the reason). */
-PD_CHECKED pd_status kern_backend_choose(const char *device, const kern_backend **backend_out);
-/* The backends of this build, reference first; NULL past the end. For tests and status. */
-const kern_backend *kern_backend_at(uint32_t index);
+PD_CHECKED pd_status kern_ops_choose(const char *device, const kern_ops **ops_out);
+/* The tables of this build, reference first; NULL past the end. For tests and status. */
+const kern_ops *kern_ops_at(uint32_t index);
 
 /* One row of a matrix as the file holds it, as floats (the embedding); the same for all. */
 void kern_row_to_f32(pd_dtype dtype, const void *row, uint32_t cols, float *out);
