@@ -78,7 +78,9 @@ typedef struct cu_kv {
 bool cu_supports(pd_dtype dtype);
 /* Packed bytes of `rows` rows and the columns [col_from, col_to) of a matrix with `cols` columns,
  * and the packing, from the file's rows (host) to host memory. Columns are multiples of 32 for
- * quantised formats. */
+ * quantised formats. What is packed in pieces, all but the last of a multiple of CU_PACK_ROWS rows,
+ * is one behind the other what is packed at once. */
+#define CU_PACK_ROWS 16
 uint64_t cu_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols);
 void cu_pack(pd_dtype dtype, uint32_t rows, uint32_t file_cols, uint32_t col_from, uint32_t col_to,
              const void *file_rows, void *out);
@@ -145,8 +147,12 @@ PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu
 /* Query rows of qkv (rotated) against the pool, causal; out[row][heads][head_dim]. Partial sums
  * cover KERN_SPLIT_TOKENS (256) positions at absolute places and are merged in order. decode: every
  * row is a sequence of its own (tiles are not looked at); positions_max bounds positions in this
- * call (a graph's bucket). scratch: cu_attention_scratch_bytes. */
-uint64_t cu_attention_scratch_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim,
+ * call (a graph's bucket): the step's are less. Else rows come by the step's tiles, and what is in
+ * no tile is not computed. head_dim: 32, 64, 80, 96, 128, 256, others are PD_E_UNSUPPORTED.
+ * scratch: cu_attention_scratch_bytes, which grows with rows and positions_max; for decode false it
+ * is CU_ATTENTION_PREFILL_SCRATCH at most. */
+#define CU_ATTENTION_PREFILL_SCRATCH (64u << 20)
+uint64_t cu_attention_scratch_bytes(bool decode, uint32_t rows, uint32_t heads, uint32_t head_dim,
                                     uint32_t positions_max);
 PD_CHECKED pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
                                   uint32_t layer, uint32_t heads, bool decode,
