@@ -94,20 +94,23 @@ uint64_t emu_memory_free_bytes(const emu_memory *memory)
     return memory->bytes - memory->used;
 }
 
+/* By address: the guards behind one allocation and before the next overlap where the first's size
+ * is no multiple of a word. */
+static unsigned char guard_byte(const unsigned char *at)
+{
+    return (unsigned char)(GUARD_WORD >> (8 * ((uintptr_t)at % sizeof(uint32_t))));
+}
+
 static void guard_fill(unsigned char *at)
 {
-    uint32_t word = GUARD_WORD;
-
-    for (unsigned i = 0; i < GUARD_BYTES; i += sizeof word)
-        memcpy(at + i, &word, sizeof word);
+    for (unsigned i = 0; i < GUARD_BYTES; i++)
+        at[i] = guard_byte(at + i);
 }
 
 static bool guard_whole(const unsigned char *at)
 {
-    uint32_t word = GUARD_WORD;
-
-    for (unsigned i = 0; i < GUARD_BYTES; i += sizeof word)
-        if (memcmp(at + i, &word, sizeof word) != 0)
+    for (unsigned i = 0; i < GUARD_BYTES; i++)
+        if (at[i] != guard_byte(at + i))
             return false;
     return true;
 }
