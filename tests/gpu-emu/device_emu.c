@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <cmocka.h>
 
@@ -133,6 +134,44 @@ void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), v
                                .late_streams = i % 2 == 1},
                  run, ctx);
     here.way[0] = '\0';
+}
+
+void device_traffic_clear(device *d)
+{
+    device_finish(d);
+    emu_traffic_clear();
+}
+
+struct traffic_sum {
+    const char *kernel;
+    bool shown;
+    device_traffic sum;
+};
+
+static void add_traffic(void *ctx, const emu_traffic *traffic)
+{
+    struct traffic_sum *sum = ctx;
+    bool shared = traffic->shared;
+
+    if (strstr(traffic->kernel, sum->kernel) == NULL)
+        return;
+    *(shared ? &sum->sum.wavefronts : &sum->sum.sectors) += traffic->actual;
+    *(shared ? &sum->sum.wavefronts_ideal : &sum->sum.sectors_ideal) += traffic->ideal;
+    if (sum->shown)
+        print_message("%s: %s: %llu groups, %llu %s, ideally %llu\n", traffic->kernel,
+                      traffic->place, (unsigned long long)traffic->groups,
+                      (unsigned long long)traffic->actual, shared ? "wavefronts" : "sectors",
+                      (unsigned long long)traffic->ideal);
+}
+
+device_traffic device_traffic_of(device *d, const char *kernel)
+{
+    const char *shown = getenv("KVFERRY_TRAFFIC");
+    struct traffic_sum sum = {kernel, shown != NULL && shown[0] == '1', {0}};
+
+    device_finish(d);
+    emu_traffic_each(add_traffic, &sum);
+    return sum.sum;
 }
 
 uint32_t device_random(uint64_t *state)
