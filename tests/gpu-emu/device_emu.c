@@ -138,7 +138,10 @@ void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), v
 
 void device_traffic_clear(device *d)
 {
+    emu_options options = {.order = EMU_FORWARD, .seed = 1};
+
     device_finish(d);
+    emu_configure(&options); /* the same blocks each time */
     emu_traffic_clear();
 }
 
