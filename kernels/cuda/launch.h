@@ -145,8 +145,12 @@ PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu
 /* Query rows of qkv (rotated) against the pool, causal; out[row][heads][head_dim]. Partial sums
  * cover KERN_SPLIT_TOKENS (256) positions at absolute places and are merged in order. decode: every
  * row is a sequence of its own (tiles are not looked at); positions_max bounds positions in this
- * call (a graph's bucket). scratch: cu_attention_scratch_bytes. */
-uint64_t cu_attention_scratch_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim,
+ * call (a graph's bucket): the step's are less. Else rows come by the step's tiles, and what is in
+ * no tile is not computed. head_dim: 32, 64, 80, 96, 128, 256, others are PD_E_UNSUPPORTED.
+ * scratch: cu_attention_scratch_bytes, which grows with rows and positions_max; for decode false it
+ * is CU_ATTENTION_PREFILL_SCRATCH at most. */
+#define CU_ATTENTION_PREFILL_SCRATCH (64u << 20)
+uint64_t cu_attention_scratch_bytes(bool decode, uint32_t rows, uint32_t heads, uint32_t head_dim,
                                     uint32_t positions_max);
 PD_CHECKED pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
                                   uint32_t layer, uint32_t heads, bool decode,
