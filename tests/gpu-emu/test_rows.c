@@ -3,6 +3,7 @@
 #include "common/base/hash.h"
 #include "common/base/mem.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/file_row.h"
 #include "kernels/number.h"
 #include "kernels/ref/ops.h"
 #include "tests/gpu-emu/device.h"
