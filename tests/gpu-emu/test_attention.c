@@ -207,7 +207,7 @@ static void attend(device *d, const step_plan *plan, float *out)
     float *device_out = device_upload(d, out, out_bytes);
     assert_int_equal(cu_attention(d->stream, &step, &kv, plan->layer, c->heads, plan->decode,
                                   plan->positions_max, c->scale, device_qkv, device_out,
-                                  device_space(d, scratch != 0 ? scratch : 1)),
+                                  device_space(d, scratch != 0 ? scratch : sizeof(float))),
                      PD_OK);
     device_download(d, out, device_out, out_bytes);
     pd_free(qkv);
