@@ -10,10 +10,9 @@
 
 #include "kernels/cuda/kv_device.h"
 
-#define SEAL_THREADS 256
-#define SEAL_WARPS   (SEAL_THREADS / 32)
-/* About so many blocks of threads keep the memory of any of these GPUs busy. */
-#define SEAL_BLOCKS_AIM 1024
+#define SEAL_THREADS    256
+#define SEAL_WARPS      (SEAL_THREADS / 32)
+#define SEAL_BLOCKS_AIM 6 /* blocks of threads an SM that keep the memory busy: two full rounds */
 
 #define COPY_THREADS 256
 #define COPY_AHEAD   4
@@ -253,7 +252,8 @@ pd_status cu_seal(gpu_stream *stream, const cu_kv *kv, uint32_t count, const cu_
 
     if (count == 0)
         return PD_OK;
-    uint64_t slices = (SEAL_BLOCKS_AIM + count - 1) / count;
+    uint64_t aim = SEAL_BLOCKS_AIM * (uint64_t)gpu_info_of(gpu_stream_gpu(stream))->processors;
+    uint64_t slices = (aim + count - 1) / count;
     slices = slices < slices_max ? slices : slices_max;
     pd_status status = gpu_fill(stream, seals, 0, count * sizeof *seals);
     if (status != PD_OK)

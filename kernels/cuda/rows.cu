@@ -34,7 +34,6 @@
 #define CHAIN_AHEAD  8                  /* columns of a lane that are loaded ahead */
 #define CHAIN_COLS   (16 * CHAIN_AHEAD) /* of a row, in one turn of the chains' loop */
 #define THREADS_MAX  1024
-#define ROWS_FEW     128 /* up to so many, a row gets as many threads as help it */
 #define COLS_THREADS 256 /* of kernels that go by column; 4 columns each */
 #define COLS_CHUNK   (4 * COLS_THREADS)
 
@@ -537,13 +536,13 @@ residual_norm(norm_job job, sum_program program)
     put_row(job, row, scale_shared, blockIdx.x);
 }
 
-/* About four float4 a thread; where rows are few, as many threads as there are float4s. */
-static uint32_t norm_threads(uint32_t rows, uint32_t hidden, uint32_t depth)
+/* About four float4 a thread; where every row has an SM to itself, as many threads as help it. */
+static uint32_t norm_threads(gpu_stream *stream, uint32_t rows, uint32_t hidden, uint32_t depth)
 {
     uint32_t most = NORM_THREADS_MAX(depth);
     uint32_t wanted = (hidden / 4 + 31) / 32 * 32;
 
-    if (rows > ROWS_FEW) {
+    if (rows > gpu_info_of(gpu_stream_gpu(stream))->processors) {
         wanted = (hidden / 16 + 31) / 32 * 32;
         wanted = wanted < 128 ? 128 : wanted > 512 ? 512 : wanted;
     }
@@ -553,7 +552,7 @@ static uint32_t norm_threads(uint32_t rows, uint32_t hidden, uint32_t depth)
 static pd_status launch_norm(gpu_stream *stream, uint32_t rows, const norm_job *job,
                              const sum_program *program)
 {
-    dim3 grid(rows, 1, 1), block(norm_threads(rows, job->hidden, program->depth), 1, 1);
+    dim3 grid(rows, 1, 1), block(norm_threads(stream, rows, job->hidden, program->depth), 1, 1);
     uint64_t shared = (job->hidden + CHAIN_COLS - 1) / CHAIN_COLS * CHAIN_COLS * sizeof(float);
 
     pd_assert(job->hidden % BLOCK == 0 && job->hidden <= CU_HIDDEN_MAX);

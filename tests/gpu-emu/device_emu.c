@@ -62,12 +62,13 @@ void *device_space(device *d, size_t bytes)
 
     assert_non_null(m);
     pd_status status = gpu_alloc(d->gpu, bytes, &m->at);
-    if (status != PD_OK)
+    if (status == PD_OK) {
+        m->next = here.memory;
+        here.memory = m;
+    } else
         pd_free(m);
     check(status, "gpu_alloc");
-    m->next = here.memory;
-    here.memory = m;
-    return m->at;
+    return here.memory->at;
 }
 
 void *device_upload(device *d, const void *host, size_t bytes)
