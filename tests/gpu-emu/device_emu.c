@@ -22,10 +22,27 @@ static struct {
     char way[128]; /* in which it runs now */
 } here;
 
+static void free_all(device *d)
+{
+    while (here.memory != NULL) {
+        struct memory *m = here.memory;
+        here.memory = m->next;
+        gpu_free(d->gpu, m->at);
+        pd_free(m);
+    }
+}
+
+/* What is found ends its own test alone. */
 static void check(pd_status status, const char *what)
 {
-    if (status != PD_OK || emu_found()[0] != '\0')
-        fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), emu_found(), here.way);
+    char found[1024];
+
+    if (status == PD_OK && emu_found()[0] == '\0')
+        return;
+    snprintf(found, sizeof found, "%s", emu_found());
+    free_all(&here.device);
+    emu_forget();
+    fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), found, here.way);
 }
 
 int device_setup(void **state)
@@ -46,12 +63,7 @@ int device_teardown(void **state)
 {
     device *d = *state;
 
-    while (here.memory != NULL) { /* of a test that failed */
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
+    free_all(d); /* of a test that failed */
     gpu_stream_destroy(d->stream);
     gpu_close(d->gpu);
     return 0;
@@ -95,12 +107,7 @@ void device_finish(device *d)
 void device_clear(device *d)
 {
     device_finish(d);
-    while (here.memory != NULL) {
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
+    free_all(d);
     check(PD_OK, "gpu_free");
 }
 

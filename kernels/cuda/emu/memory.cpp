@@ -94,11 +94,10 @@ uint64_t emu_memory_free_bytes(const emu_memory *memory)
     return memory->bytes - memory->used;
 }
 
-/* By address: the guards behind one allocation and before the next overlap where the first's size
- * is no multiple of a word. */
+/* The pattern lies at whole words of the memory: the zones of two neighbours overlap. */
 static unsigned char guard_byte(const unsigned char *at)
 {
-    return (unsigned char)(GUARD_WORD >> (8 * ((uintptr_t)at % sizeof(uint32_t))));
+    return (unsigned char)(GUARD_WORD >> ((uintptr_t)at & 3) * 8);
 }
 
 static void guard_fill(unsigned char *at)
@@ -109,7 +108,18 @@ static void guard_fill(unsigned char *at)
 
 static bool guard_whole(const unsigned char *at)
 {
-    for (unsigned i = 0; i < GUARD_BYTES; i++)
+    unsigned i = 0;
+    uint32_t word;
+
+    for (; ((uintptr_t)(at + i) & 3) != 0; i++)
+        if (at[i] != guard_byte(at + i))
+            return false;
+    for (; i + 4 <= GUARD_BYTES; i += 4) {
+        memcpy(&word, at + i, sizeof word);
+        if (word != GUARD_WORD)
+            return false;
+    }
+    for (; i < GUARD_BYTES; i++)
         if (at[i] != guard_byte(at + i))
             return false;
     return true;
