@@ -194,6 +194,47 @@ void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), v
     here.way[0] = '\0';
 }
 
+void device_traffic_clear(device *d)
+{
+    emu_options options = {.order = EMU_FORWARD, .seed = 1};
+
+    device_finish(d);
+    emu_configure(&options); /* the same blocks each time */
+    emu_traffic_clear();
+}
+
+struct traffic_sum {
+    const char *kernel;
+    bool shown;
+    device_traffic sum;
+};
+
+static void add_traffic(void *ctx, const emu_traffic *traffic)
+{
+    struct traffic_sum *sum = ctx;
+    bool shared = traffic->shared;
+
+    if (strstr(traffic->kernel, sum->kernel) == NULL)
+        return;
+    *(shared ? &sum->sum.wavefronts : &sum->sum.sectors) += traffic->actual;
+    *(shared ? &sum->sum.wavefronts_ideal : &sum->sum.sectors_ideal) += traffic->ideal;
+    if (sum->shown)
+        print_message("%s: %s: %llu groups, %llu %s, ideally %llu\n", traffic->kernel,
+                      traffic->place, (unsigned long long)traffic->groups,
+                      (unsigned long long)traffic->actual, shared ? "wavefronts" : "sectors",
+                      (unsigned long long)traffic->ideal);
+}
+
+device_traffic device_traffic_of(device *d, const char *kernel)
+{
+    const char *shown = getenv("KVFERRY_TRAFFIC");
+    struct traffic_sum sum = {kernel, shown != NULL && shown[0] == '1', {0}};
+
+    device_finish(d);
+    emu_traffic_each(add_traffic, &sum);
+    return sum.sum;
+}
+
 uint32_t device_random(uint64_t *state)
 {
     /* xorshift64* (Vigna 2016); 0 is no state */

@@ -244,3 +244,8 @@ void emu_traffic_each(void (*each)(void *ctx, const emu_traffic *traffic), void 
         each(ctx, &traffic);
     }
 }
+
+void emu_traffic_clear(void)
+{
+    t.count = t.locals = t.logged = t.kernel_count = 0;
+}
