@@ -105,12 +105,46 @@ static emu_fiber *choose(void)
     return NULL;
 }
 
-static void leave(emu_context *from, emu_fiber *to)
+/* Of AddressSanitizer, where the program has it: it must know whose stack is run on. */
+extern "C" {
+__attribute__((weak)) void __sanitizer_start_switch_fiber(void **fake, const void *bottom,
+                                                          size_t bytes);
+__attribute__((weak)) void __sanitizer_finish_switch_fiber(void *fake, const void **bottom_out,
+                                                           size_t *bytes_out);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void *at, size_t bytes);
+}
+
+static void change_stack(emu_context *from, emu_context *to, const void *bottom, size_t bytes,
+                         bool ends)
+{
+    void *fake = NULL;
+
+    if (__sanitizer_start_switch_fiber != NULL)
+        __sanitizer_start_switch_fiber(ends ? NULL : &fake, bottom, bytes);
+    emu_context_switch(from, to);
+    if (__sanitizer_finish_switch_fiber != NULL)
+        __sanitizer_finish_switch_fiber(fake, NULL, NULL);
+}
+
+static unsigned char *stack_bottom(const emu_fiber *fiber)
+{
+    return emu_stacks + (size_t)fiber->linear * EMU_STACK_BYTES;
+}
+
+static void leave(emu_context *from, emu_fiber *to, bool ends)
 {
     emu_counted.switches++;
     emu_here.ready[emu_warp_of(to)] &= ~(1u << to->linear % EMU_LANES);
     emu_self = to;
-    emu_context_switch(from, &to->context);
+    change_stack(from, &to->context, stack_bottom(to), EMU_STACK_BYTES, ends);
+}
+
+/* The block is over, or given up. */
+[[noreturn]] static void leave_block(emu_fiber *self)
+{
+    change_stack(&self->context, &emu_here.outside, emu_here.outside_bottom, emu_here.outside_bytes,
+                 true);
+    __builtin_unreachable();
 }
 
 /* "12 threads (first: 0) wait at cu_sync rows.cu:41", a line of text a place */
@@ -166,7 +200,7 @@ void emu_next(void)
     if (to == self)
         emu_here.ready[emu_warp_of(to)] &= ~(1u << to->linear % EMU_LANES);
     else
-        leave(&self->context, to);
+        leave(&self->context, to, self->wait == EMU_EXITED);
 }
 
 void emu_fail(const char *file, int line, const char *format, ...)
@@ -186,8 +220,7 @@ void emu_fail(const char *file, int line, const char *format, ...)
                  emu_grid_here.block.x, emu_grid_here.block.y, emu_grid_here.block.z,
                  self->thread.x, self->thread.y, self->thread.z);
     emu_here.failed = true;
-    emu_context_switch(&self->context, &emu_here.outside);
-    __builtin_unreachable();
+    leave_block(self);
 }
 
 /* Whoever may go on now that one less is waited for. */
@@ -238,17 +271,24 @@ static void ended(void)
     self->wait = EMU_EXITED;
     b->exited[warp] |= bit;
     b->live--;
-    if (b->live == 0) {
-        emu_context_switch(&self->context, &b->outside);
-        __builtin_unreachable();
-    }
+    if (b->live == 0)
+        leave_block(self);
     sync_if_all();
     emu_next();
 }
 
 static void fiber_main(void *unused)
 {
+    const void *bottom = NULL;
+    size_t bytes = 0;
+
     (void)unused;
+    if (__sanitizer_finish_switch_fiber != NULL)
+        __sanitizer_finish_switch_fiber(NULL, &bottom, &bytes);
+    if (emu_here.outside_bottom == NULL) { /* the block's first: it was come to from outside */
+        emu_here.outside_bottom = bottom;
+        emu_here.outside_bytes = bytes;
+    }
     emu_here.call(emu_here.arguments);
     ended();
     __builtin_unreachable();
@@ -361,6 +401,9 @@ static void block_start(const emu_grid *grid, unsigned threads)
     b->count = b->live = threads;
     b->warps = (threads + EMU_LANES - 1) / EMU_LANES;
     b->at_sync = 0;
+    b->outside_bottom = NULL;
+    if (__asan_unpoison_memory_region != NULL) /* what an earlier block left on its stacks */
+        __asan_unpoison_memory_region(emu_stacks, (size_t)threads * EMU_STACK_BYTES);
     memset(b->exited, 0, sizeof b->exited);
     memset(b->meeting, 0, sizeof b->meeting);
     memset(b->ready, 0, sizeof b->ready);
@@ -374,7 +417,8 @@ static void block_start(const emu_grid *grid, unsigned threads)
         fiber->file = NULL;
         fiber->line = 0;
         fiber->copies = fiber->group = fiber->atomics = 0;
-        /* tops a cache line apart: else all emu_stacks would fight for the same sets of the cache */
+        /* tops a cache line apart: else all emu_stacks would fight for the same sets of the cache
+         */
         emu_context_make(&fiber->context, emu_stacks + (size_t)i * EMU_STACK_BYTES,
                          EMU_STACK_BYTES - i % 32 * 64, fiber_main, NULL);
         emu_wake(fiber);
@@ -438,7 +482,7 @@ bool emu_run_launch(const char *kernel, const emu_grid *grid, void (*call)(const
         emu_counted.blocks++;
         emu_counted.threads += threads;
         emu_running = true;
-        leave(&b->outside, choose());
+        leave(&b->outside, choose(), false);
         emu_running = false;
         emu_traffic_end();
     }

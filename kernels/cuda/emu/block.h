@@ -46,6 +46,8 @@ struct emu_block {
     uint8_t order[EMU_WARPS_MAX]; /* warps by priority */
     uint64_t random;
     emu_context outside; /* who runs the block */
+    const void *outside_bottom;
+    size_t outside_bytes;
     emu_options options;
     void (*call)(const void *arguments);
     const void *arguments;

@@ -105,6 +105,8 @@ void emu_configure(const emu_options *options)
     emu_here.random = options->seed;
     q.random = options->seed + 1;
     q.late = options->late_streams;
+    for (gpu_stream *s = q.streams; s != NULL; s = s->next)
+        s->priority = emu_random(&q.random);
     pthread_cond_broadcast(&q.work);
     pthread_mutex_unlock(&q.lock);
     emu_memory_unlock();
@@ -481,6 +483,7 @@ pd_status gpu_stream_create(gpu *g, gpu_stream **stream_out)
     stream->g = g;
     stream->last = &stream->first;
     pthread_mutex_lock(&q.lock);
+    stream->priority = emu_random(&q.random);
     stream->next = q.streams;
     q.streams = stream;
     g->streams++;
