@@ -137,19 +137,6 @@ CU_DEVICE uint64_t hash_lane(const lane_words &words, const lane_keys &keys)
     return cu_hash_value(&hash);
 }
 
-/* All lanes: the hash of `even`'s tile in the lower 16 lanes, of `odd`'s in the upper ones. */
-CU_DEVICE uint64_t hash_pair(const lane_words &even, const lane_words &odd, const lane_keys &keys,
-                             uint32_t lane)
-{
-    uint64_t a = hash_lane(even, keys), b = hash_lane(odd, keys);
-    uint64_t sum = lane < 16 ? a : b;
-
-    sum += cu_shuffle_xor(CU_ALL, lane < 16 ? b : a, 16);
-    for (uint32_t bits = 8; bits > 0; bits /= 2)
-        sum += cu_shuffle_xor(CU_ALL, sum, bits);
-    return sum;
-}
-
 /* All lanes: adds what they have of a seal. */
 CU_DEVICE void add_seal(const seal_job &job, uint64_t seal, uint32_t lane)
 {
@@ -180,7 +167,8 @@ CU_KERNEL(SEAL_THREADS, 3) seal_bytes(seal_job job)
                 lane_words even = load_tile(job, half, tile, tokens_of(job, item, tile), lane);
                 lane_words odd =
                     load_tile(job, half, tile + 1, tokens_of(job, item, tile + 1), lane);
-                uint64_t hashes = hash_pair(even, odd, keys, lane);
+                uint64_t hashes =
+                    cu_sum_lanes_two(hash_lane(even, keys), hash_lane(odd, keys), lane);
                 content = lane % 16 == pair ? hashes : content;
             }
             seal += mine < range.tiles ? sealed(half, mine, content) : 0;

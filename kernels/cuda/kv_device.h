@@ -49,12 +49,24 @@ CU_DEVICE uint64_t cu_kv_block_unit(const cu_kv &kv, uint32_t group, pd_block bl
     return before + (uint64_t)block * kv.kv_heads * cu_kv_layers_of(kv, group);
 }
 
-CU_DEVICE uint64_t cu_kv_unit(const cu_kv &kv, uint32_t layer, pd_block block, uint32_t head)
-{
-    uint32_t group = layer / kv.group_layers;
+/* Division by a number that the launcher knows, as a multiplication: n / by = n * m >> 32 where m
+ * is 2^32 / by rounded up, for n * by < 2^32 (Granlund and Montgomery, "Division by Invariant
+ * Integers using Multiplication", 1994). The hardware has no integer division: nvcc's takes some 20
+ * steps, one after the other. */
+typedef struct cu_divider {
+    uint32_t by;
+    uint64_t m;
+} cu_divider;
 
-    return cu_kv_block_unit(kv, group, block) + head * cu_kv_layers_of(kv, group) +
-           (layer - group * kv.group_layers);
+static inline cu_divider cu_divider_of(uint32_t by)
+{
+    pd_assert(by > 0);
+    return cu_divider{by, ((1ull << 32) + by - 1) / by};
+}
+
+CU_DEVICE uint32_t cu_divide(uint32_t n, const cu_divider &divider)
+{
+    return (uint32_t)(n * divider.m >> 32);
 }
 
 /* pd_mix64 */
@@ -94,4 +106,15 @@ CU_DEVICE uint64_t cu_sum_lanes(uint64_t value)
     for (uint32_t bits = 16; bits > 0; bits /= 2)
         value += cu_shuffle_xor(CU_ALL, value, bits);
     return value;
+}
+
+/* All lanes of a warp: the sum of their a in the lower 16 lanes, of their b in the upper ones. */
+CU_DEVICE uint64_t cu_sum_lanes_two(uint64_t a, uint64_t b, uint32_t lane)
+{
+    uint64_t sum = lane < 16 ? a : b;
+
+    sum += cu_shuffle_xor(CU_ALL, lane < 16 ? b : a, 16);
+    for (uint32_t bits = 8; bits > 0; bits /= 2)
+        sum += cu_shuffle_xor(CU_ALL, sum, bits);
+    return sum;
 }
