@@ -6,7 +6,9 @@
 #include "kernels/model/host.h"
 
 #include <stdio.h>
+#include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 static int probe(uint32_t device, char *reason, size_t reason_size)
 {
@@ -50,26 +52,38 @@ static const char *broken(const kern_loaded *model)
     return kern_backend_host.broken(model);
 }
 
-/* The pool's size lies in a page before it. */
+/* Shared memory, so that other workers can map it. Its size and file lie in a page before it. */
 enum { PAGE = 4096 };
+typedef struct pool_head {
+    uint64_t bytes;
+    int fd;
+} pool_head;
 
 static pd_status pool_alloc(kern_loaded *model, uint64_t pool_bytes, void **pool_out)
 {
+    pool_head head = {.bytes = pool_bytes + PAGE, .fd = memfd_create("pool", MFD_CLOEXEC)};
+    char *memory = MAP_FAILED;
+
     (void)model;
-    char *memory =
-        mmap(NULL, pool_bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED)
+    if (head.fd >= 0 && ftruncate(head.fd, (off_t)head.bytes) == 0)
+        memory = mmap(NULL, head.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, head.fd, 0);
+    if (memory == MAP_FAILED) {
+        close(head.fd);
         return PD_E_NOMEM;
-    *(uint64_t *)(void *)memory = pool_bytes;
+    }
+    memcpy(memory, &head, sizeof head);
     *pool_out = memory + PAGE;
     return PD_OK;
 }
 
 static void pool_free(kern_loaded *model, void *pool)
 {
+    pool_head head;
+
     (void)model;
-    char *memory = (char *)pool - PAGE;
-    munmap(memory, *(uint64_t *)(void *)memory + PAGE);
+    memcpy(&head, (char *)pool - PAGE, sizeof head);
+    munmap((char *)pool - PAGE, head.bytes);
+    close(head.fd);
 }
 
 static pd_status bind(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals)
