@@ -79,3 +79,16 @@ KERN_TREE_FUNCTION kern_nodes kern_nodes_of(uint32_t leaves, uint32_t from, uint
     kern_nodes_add(&nodes, 0, leaves, from, to);
     return nodes;
 }
+
+/* The most nodes that any of `ranks` equal shares of the leaves has: what ranks gather has room for
+ * so many of each. Rank r's share is leaves [r * leaves / ranks, (r + 1) * leaves / ranks). */
+KERN_TREE_FUNCTION uint32_t kern_nodes_most(uint32_t leaves, uint32_t ranks)
+{
+    uint32_t most = 0;
+
+    for (uint32_t r = 0; r < ranks; r++) {
+        uint32_t count = kern_nodes_of(leaves, r * leaves / ranks, (r + 1) * leaves / ranks).count;
+        most = count > most ? count : most;
+    }
+    return most;
+}

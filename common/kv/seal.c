@@ -8,29 +8,22 @@
 #define TILE_BYTES 1024
 _Static_assert(TILE_BYTES == 8 * PD_TILE_WORDS, "a tile of whole tokens has a key for every word");
 
-/* How the tiles of a layout lie. A unit is one layer and head of a block: the pool is an array of
- * them, and so are the tables. */
-typedef struct tiling {
-    uint32_t tokens;    /* of a tile */
-    uint32_t tiles;     /* of a half; the last may have fewer tokens */
-    uint32_t row_words; /* of a token; the last may be part of one, then zeros fill it */
-} tiling;
-
+/* A unit is one layer and head of a block: the pool is an array of them, and so are the tables. */
 struct pd_seal_tiles {
     pd_kv_layout layout;
-    tiling tiling;
+    pd_seal_tiling tiling;
     uint64_t units;
     uint16_t *covered; /* [units] tokens */
     uint64_t *sums;    /* [units][k, v][tiling.tiles], each over the covered tokens of its tile */
 };
 
-static tiling tiling_of(const pd_kv_layout *layout)
+pd_seal_tiling pd_seal_tiling_of(uint64_t token_bytes, uint32_t block_tokens)
 {
-    tiling t = {.row_words = (uint32_t)((layout->token_bytes + 7) / 8)};
+    pd_seal_tiling t = {.row_words = (uint32_t)((token_bytes + 7) / 8)};
 
     t.tokens = PD_TILE_WORDS / t.row_words;
-    t.tokens = t.tokens < 1 ? 1 : t.tokens > layout->block_tokens ? layout->block_tokens : t.tokens;
-    t.tiles = (layout->block_tokens + t.tokens - 1) / t.tokens;
+    t.tokens = t.tokens < 1 ? 1 : t.tokens > block_tokens ? block_tokens : t.tokens;
+    t.tiles = (block_tokens + t.tokens - 1) / t.tokens;
     return t;
 }
 
@@ -63,8 +56,8 @@ static uint64_t sum_odd_end(const unsigned char *end, uint64_t bytes, uint64_t w
 }
 
 /* Tokens [row, row + rows) of a tile, which lie at bytes. */
-static uint64_t sum_rows(const pd_kv_layout *layout, const tiling *t, const unsigned char *bytes,
-                         uint32_t row, uint32_t rows)
+static uint64_t sum_rows(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                         const unsigned char *bytes, uint32_t row, uint32_t rows)
 {
     uint64_t sum = 0, whole = layout->token_bytes / 8, odd = layout->token_bytes % 8;
 
@@ -81,8 +74,8 @@ static uint64_t sum_rows(const pd_kv_layout *layout, const tiling *t, const unsi
     return sum;
 }
 
-static uint64_t sum_tile(const pd_kv_layout *layout, const tiling *t, const unsigned char *half,
-                         uint32_t tile, uint32_t rows)
+static uint64_t sum_tile(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                         const unsigned char *half, uint32_t tile, uint32_t rows)
 {
     return sum_rows(layout, t, half + (uint64_t)tile * t->tokens * layout->token_bytes, 0, rows);
 }
@@ -96,7 +89,7 @@ pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles
     if (tiles == NULL)
         return PD_E_NOMEM;
     tiles->layout = *layout;
-    tiles->tiling = tiling_of(layout);
+    tiles->tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens);
     tiles->units = layout->pool_bytes / layout->layer_bytes;
     tiles->covered = pd_calloc(tiles->units, sizeof *tiles->covered);
     tiles->sums = pd_calloc(tiles->units * 2 * tiles->tiling.tiles, sizeof *tiles->sums);
@@ -140,7 +133,7 @@ void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer,
                          uint32_t head, uint32_t from, uint32_t to)
 {
     const pd_kv_layout *layout = &tiles->layout;
-    const tiling *t = &tiles->tiling;
+    const pd_seal_tiling *t = &tiles->tiling;
     uint64_t offset = pd_kv_layout_k_offset(layout, layer, block, head);
     uint64_t unit = offset / layout->layer_bytes;
     uint32_t covered = tiles->covered[unit];
@@ -166,7 +159,7 @@ void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer,
 
 /* ---- seals ---- */
 
-static uint64_t place_key(const pd_seal_place *place)
+uint64_t pd_seal_place_key(const pd_seal_place *place)
 {
     const uint64_t fields[] = {
         place->request,     place->epoch,        place->group,
@@ -178,7 +171,7 @@ static uint64_t place_key(const pd_seal_place *place)
 /* What a walk over the tiles of a head range has, whatever it does with them. */
 typedef struct walk {
     const pd_kv_layout *layout;
-    tiling tiling;
+    pd_seal_tiling tiling;
     const unsigned char *bytes; /* of the block's group */
     uint64_t unit_first;        /* of the block's group */
     uint32_t layers, valid_tokens, head_first;
@@ -195,20 +188,20 @@ static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block
     pd_assert(place->valid_tokens > 0 && place->valid_tokens <= layout->block_tokens);
     return (walk){
         .layout = layout,
-        .tiling = tiling_of(layout),
+        .tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens),
         .bytes = (const unsigned char *)pool + offset,
         .unit_first = offset / layout->layer_bytes,
         .layers = pd_kv_layout_group_layers(layout, place->group),
         .valid_tokens = place->valid_tokens,
         .head_first = place->head_first,
-        .key = place_key(place),
+        .key = pd_seal_place_key(place),
     };
 }
 
 static uint64_t seal_half(const walk *w, uint32_t unit, uint32_t half, uint64_t key)
 {
     const pd_kv_layout *layout = w->layout;
-    const tiling *t = &w->tiling;
+    const pd_seal_tiling *t = &w->tiling;
     const unsigned char *bytes = w->bytes + unit * layout->layer_bytes + half * layout->half_bytes;
     uint64_t at = w->unit_first + unit, sum = 0;
     uint32_t covered = w->known == NULL ? 0 : w->known->covered[at];
@@ -242,12 +235,9 @@ static uint64_t seal_heads(const walk *w, uint32_t head_from, uint32_t head_to)
     return sum;
 }
 
-static uint64_t seal_slice(const walk *w, uint32_t slice, uint32_t slices)
+static uint32_t slice_start(const pd_kv_layout *layout, uint32_t slice, uint32_t slices)
 {
-    uint64_t heads = w->layout->kv_heads;
-
-    return seal_heads(w, (uint32_t)(slice * heads / slices),
-                      (uint32_t)((slice + 1) * heads / slices));
+    return (uint32_t)((uint64_t)slice * layout->kv_heads / slices);
 }
 
 uint64_t pd_seal_compute(const pd_kv_layout *layout, const void *pool, pd_block block,
@@ -267,7 +257,8 @@ void pd_seal_of(const pd_kv_layout *layout, const void *pool, const pd_seal_tile
     pd_assert(slices > 0);
     w.known = tiles;
     for (uint32_t slice = 0; slice < slices; slice++)
-        seals_out[slice] = seal_slice(&w, slice, slices);
+        seals_out[slice] = seal_heads(&w, slice_start(layout, slice, slices),
+                                      slice_start(layout, slice + 1, slices));
 }
 
 pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block block,
@@ -278,12 +269,49 @@ pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block 
                                                                                    : PD_E_MISMATCH;
 }
 
-static void cover(const walk *w, uint32_t tokens)
+void pd_seal_items(const pd_kv_layout *layout, const void *pool, const pd_seal_tiles *tiles,
+                   const pd_seal_item *items, uint32_t count, uint64_t *seals_out)
 {
-    uint32_t units = w->layers * w->layout->kv_heads;
+    for (uint32_t i = 0; i < count; i++) {
+        walk w = walk_of(layout, pool, items[i].block, &items[i].place);
+        pd_assert(items[i].head_from <= items[i].head_to && items[i].head_to <= layout->kv_heads);
+        w.known = tiles;
+        seals_out[i] = seal_heads(&w, items[i].head_from, items[i].head_to);
+    }
+}
 
-    for (uint32_t unit = 0; w->learn != NULL && unit < units; unit++)
+/* ---- checking ---- */
+
+static void cover(const walk *w, uint32_t head_from, uint32_t head_to, uint32_t tokens)
+{
+    for (uint32_t unit = head_from * w->layers; w->learn != NULL && unit < head_to * w->layers;
+         unit++)
         w->learn->covered[w->unit_first + unit] = (uint16_t)tokens;
+}
+
+static pd_status check_heads(const walk *w, uint32_t head_from, uint32_t head_to, uint64_t seal)
+{
+    cover(w, head_from, head_to, 0);
+    if (seal_heads(w, head_from, head_to) != seal)
+        return PD_E_MISMATCH;
+    cover(w, head_from, head_to, w->valid_tokens);
+    return PD_OK;
+}
+
+pd_status pd_seal_check_items(const pd_kv_layout *layout, const void *pool, pd_seal_tiles *tiles,
+                              const pd_seal_item *items, uint32_t count, const uint64_t *seals,
+                              uint32_t *bad_out)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        walk w = walk_of(layout, pool, items[i].block, &items[i].place);
+        pd_assert(items[i].head_from <= items[i].head_to && items[i].head_to <= layout->kv_heads);
+        w.learn = tiles;
+        if (check_heads(&w, items[i].head_from, items[i].head_to, seals[i]) != PD_OK) {
+            *bad_out = i;
+            return PD_E_MISMATCH;
+        }
+    }
+    return PD_OK;
 }
 
 pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool, pd_seal_tiles *tiles,
@@ -294,11 +322,36 @@ pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool, pd_seal_ti
 
     pd_assert(slices > 0);
     w.learn = tiles;
-    cover(&w, 0);
+    cover(&w, 0, layout->kv_heads, 0);
     for (uint32_t slice = 0; slice < slices; slice++) {
-        if (seal_slice(&w, slice, slices) != seals[slice])
-            return PD_E_MISMATCH;
+        pd_status status = check_heads(&w, slice_start(layout, slice, slices),
+                                       slice_start(layout, slice + 1, slices), seals[slice]);
+        if (status != PD_OK)
+            return status;
     }
-    cover(&w, place->valid_tokens);
     return PD_OK;
+}
+
+/* ---- a sealer of host memory ---- */
+
+static pd_status host_seal(void *ctx, const pd_seal_item *items, uint32_t count,
+                           uint64_t *seals_out)
+{
+    const pd_host_pool *host = ctx;
+
+    pd_seal_items(host->layout, host->pool, host->tiles, items, count, seals_out);
+    return PD_OK;
+}
+
+static pd_status host_check(void *ctx, const pd_seal_item *items, uint32_t count,
+                            const uint64_t *seals, uint32_t *bad_out)
+{
+    const pd_host_pool *host = ctx;
+
+    return pd_seal_check_items(host->layout, host->pool, host->tiles, items, count, seals, bad_out);
+}
+
+pd_sealer pd_host_sealer(pd_host_pool *pool)
+{
+    return (pd_sealer){.ctx = pool, .seal = host_seal, .check = host_check};
 }

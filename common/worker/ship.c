@@ -99,6 +99,7 @@ struct pd_shipper {
     shipment *done_head, *done_tail;
     notify *failed_head, *failed_tail; /* their events are owed */
     pd_ship_stats stats;
+    pd_seal_item seal_items[PD_NOTICE_SEALS_MAX]; /* of the part being sealed */
 };
 
 #define NO_SLOT UINT32_MAX
@@ -645,11 +646,12 @@ static pd_status part_put(pd_shipper *shipper, pd_peer peer, part *p)
 }
 
 /* The one place where seals of blocks that leave are made. seals: [groups][blocks] of the part. */
-static void part_seal(const pd_shipper *shipper, const part *p, uint32_t last_valid,
-                      uint64_t *seals)
+static pd_status part_seal(pd_shipper *shipper, const part *p, uint32_t last_valid, uint64_t *seals)
 {
     const pd_kv_layout *layout = shipper->options.layout;
+    const pd_sealer *sealer = &shipper->options.sealer;
     const pd_shipment *what = &p->of->what;
+    uint64_t start_ns = pd_clock_now_ns();
     uint32_t n = 0;
 
     for (uint32_t g = 0; g < p->groups; g++) {
@@ -663,10 +665,13 @@ static void part_seal(const pd_shipper *shipper, const part *p, uint32_t last_va
                 .valid_tokens = i + 1 == p->block + p->blocks ? last_valid : layout->block_tokens,
                 .layout_fingerprint = shipper->layout_fingerprint,
             };
-            pd_seal_of(layout, pd_transfer_pool(shipper->options.transfer), shipper->options.tiles,
-                       what->sources[i], &place, 1, &seals[n++]);
+            shipper->seal_items[n++] = (pd_seal_item){
+                .block = what->sources[i], .head_to = layout->kv_heads, .place = place};
         }
     }
+    pd_status status = sealer->seal(sealer->ctx, shipper->seal_items, n, seals);
+    shipper->stats.seal_ns += pd_clock_now_ns() - start_ns;
+    return status;
 }
 
 static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
@@ -686,13 +691,13 @@ static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
         .first_block = what->first + p->block,
         .count = p->blocks,
         .valid_tokens = last ? what->valid_tokens : shipper->options.layout->block_tokens,
-        .seals = shipper->options.seals ? seals : NULL,
+        .seals = shipper->options.sealer.seal != NULL ? seals : NULL,
     };
 
-    if (shipper->options.seals) {
-        uint64_t start_ns = pd_clock_now_ns();
-        part_seal(shipper, p, notice.valid_tokens, seals);
-        shipper->stats.seal_ns += pd_clock_now_ns() - start_ns;
+    if (notice.seals != NULL) {
+        pd_status status = part_seal(shipper, p, notice.valid_tokens, seals);
+        if (status != PD_OK)
+            return status;
     }
     if (p->fault == PD_SHIP_FAULT_COUNT)
         notice.valid_tokens = notice.valid_tokens > 1 ? notice.valid_tokens - 1 : 2;

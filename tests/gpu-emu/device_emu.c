@@ -21,10 +21,27 @@ static struct {
     char way[128]; /* in which it runs now */
 } here;
 
+static void free_all(device *d)
+{
+    while (here.memory != NULL) {
+        struct memory *m = here.memory;
+        here.memory = m->next;
+        gpu_free(d->gpu, m->at);
+        pd_free(m);
+    }
+}
+
+/* What is found ends its own test alone. */
 static void check(pd_status status, const char *what)
 {
-    if (status != PD_OK || emu_found()[0] != '\0')
-        fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), emu_found(), here.way);
+    char found[1024];
+
+    if (status == PD_OK && emu_found()[0] == '\0')
+        return;
+    snprintf(found, sizeof found, "%s", emu_found());
+    free_all(&here.device);
+    emu_forget();
+    fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), found, here.way);
 }
 
 int device_setup(void **state)
@@ -45,12 +62,7 @@ int device_teardown(void **state)
 {
     device *d = *state;
 
-    while (here.memory != NULL) { /* of a test that failed */
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
+    free_all(d); /* of a test that failed */
     gpu_stream_destroy(d->stream);
     gpu_close(d->gpu);
     return 0;
@@ -62,12 +74,13 @@ void *device_space(device *d, size_t bytes)
 
     assert_non_null(m);
     pd_status status = gpu_alloc(d->gpu, bytes, &m->at);
-    if (status != PD_OK)
+    if (status == PD_OK) {
+        m->next = here.memory;
+        here.memory = m;
+    } else
         pd_free(m);
     check(status, "gpu_alloc");
-    m->next = here.memory;
-    here.memory = m;
-    return m->at;
+    return here.memory->at;
 }
 
 void *device_upload(device *d, const void *host, size_t bytes)
@@ -93,12 +106,7 @@ void device_finish(device *d)
 void device_clear(device *d)
 {
     device_finish(d);
-    while (here.memory != NULL) {
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
+    free_all(d);
     check(PD_OK, "gpu_free");
 }
 

@@ -2,6 +2,7 @@
  * that complete on an mbarrier (PTX ISA, "Asynchronous copy" and "mbarrier"). */
 
 #include "kernels/cuda/emu/block.h"
+#include "kernels/cuda/emu/check.h"
 
 #include <string.h>
 
@@ -19,16 +20,21 @@ void emu_async(void *shared, const void *global, unsigned bytes, bool valid, con
                int line)
 {
     emu_fiber *self = emu_fiber_self();
-    emu_copy copy = {shared, valid ? global : NULL, bytes, self->group};
+    emu_copy copy = {shared, valid ? global : NULL, bytes, self->group, false};
 
     if (((uintptr_t)shared & (bytes - 1)) != 0 || ((uintptr_t)copy.from & (bytes - 1)) != 0)
         emu_fail(file, line, "cu_async: %u bytes at an address that is no multiple of it", bytes);
     if (!emu_is_shared(shared, bytes))
         emu_fail(file, line, "cu_async: to what is not shared memory");
     emu_counted.async_copies++;
+    if (valid)
+        emu_check_access_of(self->linear, global, bytes, EMU_READ, file, line);
+    emu_check_flight(shared, bytes, file, line);
     if (!emu_here.options.late_copies) {
         land(&copy);
-        return;
+        copy.landed = true;
+        if (!emu_checked)
+            return;
     }
     if (self->copies == EMU_COPIES_MAX)
         emu_fail(file, line, "cu_async: more than %d copies of a thread under way", EMU_COPIES_MAX);
@@ -48,10 +54,13 @@ void emu_async_wait(unsigned groups)
     for (unsigned i = 0; i < self->copies; i++) {
         const emu_copy *copy = &self->copy[i];
         /* what is not committed yet belongs to no group */
-        if (copy->group < self->group && self->group - copy->group > groups)
-            land(copy);
-        else
+        if (copy->group >= self->group || self->group - copy->group <= groups) {
             self->copy[kept++] = *copy;
+            continue;
+        }
+        if (!copy->landed)
+            land(copy);
+        emu_check_landed(copy->to, copy->bytes, self->linear);
     }
     self->copies = kept;
 }
@@ -93,6 +102,7 @@ void emu_barrier_init(uint64_t *barrier, uint32_t count, const char *file, int l
     state.count = state.pending = count & 0xfff;
     state.mark = BARRIER_MARK;
     barrier_store(barrier, state);
+    emu_check_barrier_init(barrier);
 }
 
 void emu_fence_barrier(void)
@@ -104,8 +114,10 @@ static void wake_waiting(const uint64_t *barrier, barrier_state state)
     for (unsigned i = 0; i < emu_here.count; i++) {
         emu_fiber *fiber = &emu_here.fibers[i];
         if (fiber->wait == EMU_AT_BARRIER && fiber->barrier == barrier &&
-            fiber->parity != state.phase)
+            fiber->parity != state.phase) {
+            emu_check_barrier_passed(barrier, fiber->linear);
             emu_wake(fiber);
+        }
     }
 }
 
@@ -116,6 +128,7 @@ static void phase_if_done(uint64_t *barrier, barrier_state state)
     if (done) {
         state.phase ^= 1;
         state.pending = state.count;
+        emu_check_barrier_done(barrier);
     }
     barrier_store(barrier, state);
     if (done)
@@ -133,6 +146,7 @@ void emu_barrier_arrive(uint64_t *barrier, uint32_t bytes, const char *file, int
         emu_fail(file, line, "a barrier expects 2^20 - 1 bytes at most");
     state.pending--;
     state.bytes += bytes;
+    emu_check_barrier_arrive(barrier);
     phase_if_done(barrier, state);
 }
 
@@ -143,8 +157,10 @@ void emu_barrier_wait(uint64_t *barrier, uint32_t parity, const char *file, int 
 
     if (parity > 1)
         emu_fail(file, line, "a parity of %u", parity);
-    if (state.phase != parity)
+    if (state.phase != parity) {
+        emu_check_barrier_passed(barrier, self->linear);
         return;
+    }
     self->barrier = barrier;
     self->parity = parity;
     self->file = file;
@@ -178,6 +194,7 @@ static void bulk_do(const bulk_copy *copy)
     barrier_state state = barrier_load(copy->barrier, copy->file, copy->line);
 
     memcpy(copy->to, copy->from, copy->bytes);
+    emu_check_bulk_landed(copy->to, copy->bytes, copy->barrier);
     state.bytes -= copy->bytes;
     phase_if_done(copy->barrier, state);
 }
@@ -204,6 +221,8 @@ void emu_bulk_copy(void *shared, const void *global, uint32_t bytes, uint64_t *b
     if (!emu_is_shared(shared, bytes))
         emu_fail(file, line, "cu_bulk_copy: to what is not shared memory");
     emu_counted.async_copies++;
+    emu_check_access_of(emu_self->linear, global, bytes, EMU_READ, file, line);
+    emu_check_flight(shared, bytes, file, line);
     if (!emu_here.options.late_copies) {
         bulk_do(&copy);
         return;

@@ -1,5 +1,9 @@
 #include "kernels/cuda/emu/block.h"
 
+#include "kernels/cuda/emu/check.h"
+#include "kernels/cuda/emu/symbols.h"
+#include "kernels/cuda/emu/traffic.h"
+
 #include "common/base/mem.h"
 
 #include <stdarg.h>
@@ -11,6 +15,7 @@ emu_thread *emu_self;
 emu_grid emu_grid_here;
 emu_block emu_here;
 emu_counts emu_counted;
+thread_local bool emu_running;
 
 static unsigned char *stacks; /* [EMU_THREADS_MAX][EMU_STACK_BYTES], the lowest page unmapped */
 alignas(128) static unsigned char dynamic_shared[EMU_SHARED_MAX + 128];
@@ -33,10 +38,46 @@ unsigned char *emu_dynamic_shared(void)
 bool emu_is_shared(const void *p, size_t bytes)
 {
     const unsigned char *at = static_cast<const unsigned char *>(p);
+    const emu_variable *v;
 
-    if (at >= dynamic_shared && at + bytes <= dynamic_shared + emu_grid_here.shared_bytes)
-        return true;
-    return at < dynamic_shared || at >= dynamic_shared + sizeof dynamic_shared;
+    if (at >= dynamic_shared && at < dynamic_shared + sizeof dynamic_shared)
+        return at + bytes <= dynamic_shared + emu_grid_here.shared_bytes;
+    v = emu_variable_at(p);
+    if (v != NULL)
+        return at + bytes <= v->at + v->bytes;
+    return emu_variable_count == 0 && emu_in_module(p); /* without symbols: perhaps */
+}
+
+emu_stack emu_stack_of(const void *p)
+{
+    size_t at = (size_t)(static_cast<const unsigned char *>(p) - stacks);
+
+    if (at >= (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES)
+        return EMU_STACK_NONE;
+    return at / EMU_STACK_BYTES == emu_self->linear ? EMU_STACK_OWN : EMU_STACK_OTHER;
+}
+
+bool emu_is_runtime(const void *p)
+{
+    const unsigned char *at = static_cast<const unsigned char *>(p);
+    const unsigned char *arguments = static_cast<const unsigned char *>(emu_here.arguments);
+
+    return (at >= arguments && at < arguments + 4096) ||
+           (p >= emu_here.fibers && p < emu_here.fibers + EMU_THREADS_MAX);
+}
+
+bool emu_is_checked(void)
+{
+    return emu_checked;
+}
+
+void emu_watch(const void *p, unsigned bytes, emu_use use, const char *file, int line)
+{
+    emu_check_access(p, bytes, use, file, line, NULL);
+}
+
+void emu_fence(void)
+{
 }
 
 void emu_wake(emu_fiber *fiber)
@@ -170,6 +211,7 @@ static void sync_if_all(void)
             emu_wake(&b->fibers[i]);
     b->at_sync = 0;
     emu_counted.syncs++;
+    emu_check_sync();
 }
 
 void emu_sync(const char *file, int line)
@@ -347,7 +389,10 @@ static void block_start(const emu_grid *grid, unsigned threads)
         emu_wake(fiber);
     }
     memset(dynamic_shared, 0xff, grid->shared_bytes); /* every float there is a NaN */
+    for (unsigned i = 0; i < emu_variable_count; i++)
+        memset(emu_variables[i].at, 0xff, emu_variables[i].bytes);
     emu_bulk_start();
+    emu_check_block(threads);
 }
 
 /* Stepping by what has no factor in common with the number comes to every block once. */
@@ -389,6 +434,10 @@ bool emu_run_launch(const char *kernel, const emu_grid *grid, void (*call)(const
         at = emu_random(&b->random) % blocks;
     }
     emu_counted.launches++;
+    emu_symbols_load();
+    emu_check_launch();
+    if (emu_checked)
+        emu_traffic_start(kernel);
     for (uint64_t i = 0; i < blocks && !b->failed; i++, at = (at + step) % blocks) {
         emu_grid_here = *grid;
         emu_grid_here.block.x = (unsigned)(at % grid->grid_dim.x);
@@ -397,7 +446,10 @@ bool emu_run_launch(const char *kernel, const emu_grid *grid, void (*call)(const
         block_start(grid, threads);
         emu_counted.blocks++;
         emu_counted.threads += threads;
+        emu_running = true;
         leave(&b->outside, choose());
+        emu_running = false;
+        emu_traffic_end();
     }
     return !b->failed;
 }

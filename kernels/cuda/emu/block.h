@@ -22,6 +22,7 @@ struct emu_copy { /* cp.async that has not landed */
     void *to;
     const void *from; /* NULL: zeros */
     unsigned bytes, group;
+    bool landed; /* early, and kept for the checks */
 };
 
 struct emu_fiber : emu_thread {
@@ -82,5 +83,11 @@ bool emu_bulk_land(void);
 void emu_bulk_start(void); /* of a block */
 /* warp.cpp: all lanes of mask are here with the same op. */
 void emu_collective_compute(emu_op *ops[EMU_LANES]);
+/* This thread runs a fiber now. */
+extern thread_local bool emu_running;
+enum emu_stack { EMU_STACK_NONE, EMU_STACK_OWN, EMU_STACK_OTHER };
+emu_stack emu_stack_of(const void *p);
+/* What the emulator itself keeps for a kernel: its arguments, threadIdx and the like. */
+bool emu_is_runtime(const void *p);
 /* Whether [p, p + bytes) is shared memory. */
 bool emu_is_shared(const void *p, size_t bytes);

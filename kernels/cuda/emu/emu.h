@@ -43,6 +43,17 @@ typedef struct emu_counts {
 } emu_counts;
 void emu_counts_get(emu_counts *counts_out); /* since the process began */
 
+/* What a warp's accesses cost at a place of a kernel, of the checked form (traffic.h). */
+typedef struct emu_traffic {
+    const char *kernel;
+    char place[256]; /* file:line */
+    bool shared;     /* wavefronts; else sectors */
+    uint64_t groups; /* of a warp's lanes at once */
+    uint64_t actual, ideal;
+} emu_traffic;
+void emu_traffic_each(void (*each)(void *ctx, const emu_traffic *traffic), void *ctx);
+bool emu_is_checked(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -94,20 +94,33 @@ uint64_t emu_memory_free_bytes(const emu_memory *memory)
     return memory->bytes - memory->used;
 }
 
+/* The pattern lies at whole words of the memory: the zones of two neighbours overlap. */
+static unsigned char guard_byte(const unsigned char *at)
+{
+    return (unsigned char)(GUARD_WORD >> ((uintptr_t)at & 3) * 8);
+}
+
 static void guard_fill(unsigned char *at)
 {
-    uint32_t word = GUARD_WORD;
-
-    for (unsigned i = 0; i < GUARD_BYTES; i += sizeof word)
-        memcpy(at + i, &word, sizeof word);
+    for (unsigned i = 0; i < GUARD_BYTES; i++)
+        at[i] = guard_byte(at + i);
 }
 
 static bool guard_whole(const unsigned char *at)
 {
-    uint32_t word = GUARD_WORD;
+    unsigned i = 0;
+    uint32_t word;
 
-    for (unsigned i = 0; i < GUARD_BYTES; i += sizeof word)
-        if (memcmp(at + i, &word, sizeof word) != 0)
+    for (; ((uintptr_t)(at + i) & 3) != 0; i++)
+        if (at[i] != guard_byte(at + i))
+            return false;
+    for (; i + 4 <= GUARD_BYTES; i += 4) {
+        memcpy(&word, at + i, sizeof word);
+        if (word != GUARD_WORD)
+            return false;
+    }
+    for (; i < GUARD_BYTES; i++)
+        if (at[i] != guard_byte(at + i))
             return false;
     return true;
 }

@@ -115,12 +115,17 @@ void emu_barrier_wait(uint64_t *barrier, uint32_t parity, const char *file, int 
 void emu_bulk_copy(void *shared, const void *global, uint32_t bytes, uint64_t *barrier,
                    const char *file, int line);
 
-/* Before an access through a word: aligned, and where a thread may go. */
+/* Before an access through a word: aligned, and in the checked form where a thread may go. */
+#ifndef EMU_CHECKED
+#define EMU_CHECKED 0
+#endif
+void emu_watch(const void *p, unsigned bytes, emu_use use, const char *file, int line);
 static inline void emu_access(const void *p, unsigned bytes, emu_use use, const char *file,
                               int line)
 {
     if (((uintptr_t)p & (bytes - 1)) != 0)
         emu_fail(file, line, "%u bytes at an address that is no multiple of it", bytes);
-    (void)use;
+    if (EMU_CHECKED)
+        emu_watch(p, bytes, use, file, line);
 }
 void emu_fence(void);

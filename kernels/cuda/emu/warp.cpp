@@ -2,6 +2,7 @@
  * out as in the PTX ISA, "Matrix Fragments for mma.m16n8k16" and ".m16n8k32", and "ldmatrix". */
 
 #include "kernels/cuda/emu/block.h"
+#include "kernels/cuda/emu/check.h"
 
 #include "kernels/number.h"
 
@@ -133,6 +134,7 @@ static void mma_s8(emu_op *ops[EMU_LANES])
 
 static void ldmatrix(emu_op *ops[EMU_LANES], unsigned matrices, bool transposed)
 {
+    unsigned first = emu_self->linear / EMU_LANES * EMU_LANES;
     uint16_t m[8][8];
 
     for (unsigned i = 0; i < matrices * 8; i++) {
@@ -143,6 +145,7 @@ static void ldmatrix(emu_op *ops[EMU_LANES], unsigned matrices, bool transposed)
         if (!emu_is_shared(row, 16))
             emu_fail(ops[i]->file, ops[i]->line,
                      "ldmatrix: the row of lane %u is not in shared memory", i);
+        emu_check_access_of(first + i, row, 16, EMU_READ, ops[i]->file, ops[i]->line);
     }
     for (unsigned j = 0; j < matrices; j++) {
         for (unsigned row = 0; row < 8; row++)
@@ -161,7 +164,7 @@ void emu_collective_compute(emu_op *ops[EMU_LANES])
     emu_kind kind = ops[lane_of(ops, 0)]->kind;
 
     switch (kind) {
-    case EMU_SYNC_WARP: break;
+    case EMU_SYNC_WARP: emu_check_sync_warp(ops[lane_of(ops, 0)]->mask); break;
     case EMU_SHUFFLE:
     case EMU_SHUFFLE_XOR:
     case EMU_SHUFFLE_DOWN:

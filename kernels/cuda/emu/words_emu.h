@@ -252,9 +252,11 @@ CU_DEVICE void cu_bulk_copy(void *shared, const void *global, uint32_t bytes, cu
     emu_bulk_copy(shared, global, bytes, b, file, line);
 }
 
-/* --- memory --- */
+/* --- memory: told to the checks by emu_access, not by the compiler as well --- */
 
-template <typename T> CU_DEVICE T cu_load(const void *p, EMU_HERE)
+#define EMU_MEMORY __attribute__((no_sanitize("thread"))) CU_DEVICE
+
+template <typename T> EMU_MEMORY T cu_load(const void *p, EMU_HERE)
 {
     static_assert(sizeof(T) <= 16, "16 bytes at most");
     T value;
@@ -264,12 +266,12 @@ template <typename T> CU_DEVICE T cu_load(const void *p, EMU_HERE)
     return value;
 }
 
-template <typename T> CU_DEVICE T cu_load_once(const void *p, EMU_HERE)
+template <typename T> EMU_MEMORY T cu_load_once(const void *p, EMU_HERE)
 {
     return cu_load<T>(p, file, line);
 }
 
-template <typename T> CU_DEVICE void cu_store(void *p, T value, EMU_HERE)
+template <typename T> EMU_MEMORY void cu_store(void *p, T value, EMU_HERE)
 {
     static_assert(sizeof(T) <= 16, "16 bytes at most");
     emu_access(p, sizeof(T), EMU_WRITE, file, line);
@@ -277,7 +279,7 @@ template <typename T> CU_DEVICE void cu_store(void *p, T value, EMU_HERE)
 }
 
 /* old value; T: what words.h names. */
-template <typename T> CU_DEVICE T cu_atomic_add(T *p, std::common_type_t<T> v, EMU_HERE)
+template <typename T> EMU_MEMORY T cu_atomic_add(T *p, std::common_type_t<T> v, EMU_HERE)
 {
     emu_access(p, sizeof(T), EMU_ATOMIC, file, line);
     T old = *p;
@@ -288,7 +290,7 @@ template <typename T> CU_DEVICE T cu_atomic_add(T *p, std::common_type_t<T> v, E
     return old;
 }
 
-template <typename T> CU_DEVICE T cu_atomic_max(T *p, std::common_type_t<T> v, EMU_HERE)
+template <typename T> EMU_MEMORY T cu_atomic_max(T *p, std::common_type_t<T> v, EMU_HERE)
 {
     emu_access(p, sizeof(T), EMU_ATOMIC, file, line);
     T old = *p;
@@ -296,7 +298,7 @@ template <typename T> CU_DEVICE T cu_atomic_max(T *p, std::common_type_t<T> v, E
     return old;
 }
 
-template <typename T> CU_DEVICE T cu_atomic_exchange(T *p, std::common_type_t<T> v, EMU_HERE)
+template <typename T> EMU_MEMORY T cu_atomic_exchange(T *p, std::common_type_t<T> v, EMU_HERE)
 {
     emu_access(p, sizeof(T), EMU_ATOMIC, file, line);
     T old = *p;
@@ -305,7 +307,7 @@ template <typename T> CU_DEVICE T cu_atomic_exchange(T *p, std::common_type_t<T>
 }
 
 template <typename T>
-CU_DEVICE T cu_atomic_cas(T *p, std::common_type_t<T> was, std::common_type_t<T> v, EMU_HERE)
+EMU_MEMORY T cu_atomic_cas(T *p, std::common_type_t<T> was, std::common_type_t<T> v, EMU_HERE)
 {
     emu_access(p, sizeof(T), EMU_ATOMIC, file, line);
     T old = *p;
