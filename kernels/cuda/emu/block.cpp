@@ -17,7 +17,7 @@ emu_block emu_here;
 emu_counts emu_counted;
 thread_local bool emu_running;
 
-static unsigned char *stacks; /* [EMU_THREADS_MAX][EMU_STACK_BYTES], the lowest page unmapped */
+unsigned char *emu_stacks; /* the lowest page of each is unmapped */
 alignas(128) static unsigned char dynamic_shared[EMU_SHARED_MAX + 128];
 
 /* splitmix64 (Steele, Lea, Flood 2014) */
@@ -46,15 +46,6 @@ bool emu_is_shared(const void *p, size_t bytes)
     if (v != NULL)
         return at + bytes <= v->at + v->bytes;
     return emu_variable_count == 0 && emu_in_module(p); /* without symbols: perhaps */
-}
-
-emu_stack emu_stack_of(const void *p)
-{
-    size_t at = (size_t)(static_cast<const unsigned char *>(p) - stacks);
-
-    if (at >= (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES)
-        return EMU_STACK_NONE;
-    return at / EMU_STACK_BYTES == emu_self->linear ? EMU_STACK_OWN : EMU_STACK_OTHER;
 }
 
 bool emu_is_runtime(const void *p)
@@ -322,14 +313,14 @@ void emu_collective(emu_op *op)
 
 static bool stacks_ready(void)
 {
-    if (stacks == NULL) {
+    if (emu_stacks == NULL) {
         void *memory = mmap(NULL, (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED)
             return false;
-        stacks = static_cast<unsigned char *>(memory);
+        emu_stacks = static_cast<unsigned char *>(memory);
         for (size_t i = 0; i < EMU_THREADS_MAX; i++)
-            if (mprotect(stacks + i * EMU_STACK_BYTES, 4096, PROT_NONE) != 0)
+            if (mprotect(emu_stacks + i * EMU_STACK_BYTES, 4096, PROT_NONE) != 0)
                 return false;
     }
     if (emu_here.fibers == NULL)
@@ -344,9 +335,9 @@ void emu_stacks_end(void)
             emu_context_end(&emu_here.fibers[i].context);
     pd_free(emu_here.fibers);
     emu_here.fibers = NULL;
-    if (stacks != NULL)
-        munmap(stacks, (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES);
-    stacks = NULL;
+    if (emu_stacks != NULL)
+        munmap(emu_stacks, (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES);
+    emu_stacks = NULL;
 }
 
 static void order_warps(emu_block *b)
@@ -383,8 +374,8 @@ static void block_start(const emu_grid *grid, unsigned threads)
         fiber->file = NULL;
         fiber->line = 0;
         fiber->copies = fiber->group = fiber->atomics = 0;
-        /* tops a cache line apart: else all stacks would fight for the same sets of the cache */
-        emu_context_make(&fiber->context, stacks + (size_t)i * EMU_STACK_BYTES,
+        /* tops a cache line apart: else all emu_stacks would fight for the same sets of the cache */
+        emu_context_make(&fiber->context, emu_stacks + (size_t)i * EMU_STACK_BYTES,
                          EMU_STACK_BYTES - i % 32 * 64, fiber_main, NULL);
         emu_wake(fiber);
     }
@@ -420,7 +411,7 @@ bool emu_run_launch(const char *kernel, const emu_grid *grid, void (*call)(const
 
     b->failed = false;
     if (!stacks_ready()) {
-        snprintf(b->found, sizeof b->found, "no memory for the stacks of emulated threads");
+        snprintf(b->found, sizeof b->found, "no memory for the emu_stacks of emulated threads");
         return false;
     }
     b->kernel = kernel;

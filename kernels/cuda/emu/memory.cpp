@@ -38,6 +38,7 @@ struct emu_memory {
 };
 
 static emu_memory *devices[DEVICES_MAX];
+static range last; /* that was asked for */
 
 pd_status emu_memory_create(uint64_t bytes, emu_memory **memory_out)
 {
@@ -198,6 +199,7 @@ static range *range_at(emu_memory *m, const void *at)
 
 static void range_remove(emu_memory *m, range *r)
 {
+    memset(&last, 0, sizeof last);
     m->count--;
     memmove(r, r + 1, (size_t)(m->ranges + m->count - r) * sizeof *r);
 }
@@ -242,13 +244,17 @@ emu_place emu_memory_place(const void *at, uint64_t bytes)
 {
     const unsigned char *from = static_cast<const unsigned char *>(at);
 
+    if (from >= last.at && from + bytes <= last.at + last.bytes)
+        return last.place;
     for (const emu_memory *m : devices) {
         if (m == NULL)
             continue;
         unsigned i = range_after(m, from);
         if (i < m->count && from >= m->ranges[i].at &&
-            from + bytes <= m->ranges[i].at + m->ranges[i].bytes)
-            return m->ranges[i].place;
+            from + bytes <= m->ranges[i].at + m->ranges[i].bytes) {
+            last = m->ranges[i];
+            return last.place;
+        }
     }
     return EMU_NOWHERE;
 }
