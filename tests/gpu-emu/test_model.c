@@ -666,6 +666,36 @@ static void creation_survives_every_failed_allocation(void **state)
     pd_model_file_close(file);
 }
 
+/* A pool at an odd place: the kernels that read it fault, on a GPU as in the emulator. The device is
+ * lost for the process, so this is the last test. */
+static void a_lost_device_gives_no_token(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    const kern_backend_options options = options_of(LONG);
+    const cu_model_settings settings = {.backend = "test"};
+    device *d = *state;
+    rig r = {.device = d, .file = file, .layout = layout_of(file, 1)};
+    uint64_t seal = 0;
+
+    assert_int_equal(cu_model_create(file, &options, &settings, &r.model), PD_OK);
+    unsigned char *pool = device_space(d, r.layout.pool_bytes + 2);
+    assert_int_equal(cu_model_bind(r.model, &r.layout, pool + 2, true), PD_OK);
+    assert_null(cu_model_broken(r.model));
+    kern_job_slice slice = slice_of(&r, 0, 0, 20, NULL);
+    kern_backend_step step = {.slices = &slice, .slices_count = 1};
+    slice.want_token = true;
+    slice.token_out = 99;
+    for (uint32_t turn = 0; turn < 2; turn++) {
+        assert_int_equal(cu_model_step(r.model, &step), PD_E_INTERNAL);
+        assert_int_equal(slice.token_out, 99);
+        assert_non_null(cu_model_broken(r.model));
+    }
+    pd_seal_item item = item_of(&r, 0, 0, 16);
+    assert_int_not_equal(cu_model_seal(r.model, &item, 1, &seal), PD_OK);
+    cu_model_destroy(r.model);
+    pd_model_file_close(file);
+}
+
 static int set_up(void **state)
 {
     uint64_t seed = 7;
@@ -688,6 +718,7 @@ int main(void)
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
         cmocka_unit_test(what_does_not_fit_is_refused_before_it_is_tried),
         cmocka_unit_test(creation_survives_every_failed_allocation),
+        cmocka_unit_test(a_lost_device_gives_no_token),
     };
     return cmocka_run_group_tests(tests, set_up, device_teardown);
 }
