@@ -25,9 +25,9 @@
  * and quad + 8, columns 2 * pair and + 1. Rows are query heads (and tokens), columns positions,
  * then head dimensions. The C of two neighbouring score tiles is the A of the product with V. */
 
-#include "kernels/ops.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/words.h"
+#include "kernels/ops.h"
 
 #define ATTENTION_CHUNK      16u
 #define ATTENTION_RUN        64u
