@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <cmocka.h>
 
@@ -58,14 +59,65 @@ int device_setup(void **state)
     return 0;
 }
 
+/* --- sectors and wavefronts --- */
+
+/* What a comment at the place, or in the two lines above, allows: "sectors 2: why". */
+static double allowed(const char *place, const char *word)
+{
+    char path[512], line[512];
+    const char *root = getenv("KVFERRY_SOURCE"), *colon = strrchr(place, ':');
+    int number = colon != NULL ? atoi(colon + 1) : 0, at = 0;
+    double most = 1;
+    FILE *file;
+
+    while (strncmp(place, "../", 3) == 0)
+        place += 3;
+    if (root == NULL || number == 0)
+        return most;
+    snprintf(path, sizeof path, "%s/%.*s", root, (int)(strrchr(place, ':') - place), place);
+    file = fopen(path, "re");
+    if (file == NULL)
+        return most;
+    while (at < number && fgets(line, sizeof line, file) != NULL) {
+        const char *said = ++at >= number - 2 ? strstr(line, word) : NULL;
+        if (said != NULL)
+            most = strtod(said + strlen(word), NULL);
+    }
+    fclose(file);
+    return most;
+}
+
+static void look(void *ctx, const emu_traffic *t)
+{
+    const char *unit = t->shared ? "wavefronts " : "sectors ";
+    double ratio = (double)t->actual / (double)t->ideal;
+    int *bad = ctx;
+
+    if (ratio <= 1.02 || ratio <= allowed(t->place, unit) * 1.02)
+        return;
+    ++*bad;
+    print_message("%s: %s%.2f of the ideal, %llu accesses of a warp (%s)\n", t->place, unit, ratio,
+                  (unsigned long long)t->groups, t->kernel);
+}
+
+/* The checked form: every place of a kernel moves no more than it must, or its source says why. */
+static int traffic_is_ideal(void)
+{
+    int bad = 0;
+
+    emu_traffic_each(look, &bad);
+    return bad == 0;
+}
+
 int device_teardown(void **state)
 {
     device *d = *state;
+    bool ideal = traffic_is_ideal();
 
     free_all(d); /* of a test that failed */
     gpu_stream_destroy(d->stream);
     gpu_close(d->gpu);
-    return 0;
+    return ideal ? 0 : 1;
 }
 
 void *device_space(device *d, size_t bytes)
@@ -140,6 +192,47 @@ void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), v
                                .late_streams = i % 2 == 1},
                  run, ctx);
     here.way[0] = '\0';
+}
+
+void device_traffic_clear(device *d)
+{
+    emu_options options = {.order = EMU_FORWARD, .seed = 1};
+
+    device_finish(d);
+    emu_configure(&options); /* the same blocks each time */
+    emu_traffic_clear();
+}
+
+struct traffic_sum {
+    const char *kernel;
+    bool shown;
+    device_traffic sum;
+};
+
+static void add_traffic(void *ctx, const emu_traffic *traffic)
+{
+    struct traffic_sum *sum = ctx;
+    bool shared = traffic->shared;
+
+    if (strstr(traffic->kernel, sum->kernel) == NULL)
+        return;
+    *(shared ? &sum->sum.wavefronts : &sum->sum.sectors) += traffic->actual;
+    *(shared ? &sum->sum.wavefronts_ideal : &sum->sum.sectors_ideal) += traffic->ideal;
+    if (sum->shown)
+        print_message("%s: %s: %llu groups, %llu %s, ideally %llu\n", traffic->kernel,
+                      traffic->place, (unsigned long long)traffic->groups,
+                      (unsigned long long)traffic->actual, shared ? "wavefronts" : "sectors",
+                      (unsigned long long)traffic->ideal);
+}
+
+device_traffic device_traffic_of(device *d, const char *kernel)
+{
+    const char *shown = getenv("KVFERRY_TRAFFIC");
+    struct traffic_sum sum = {kernel, shown != NULL && shown[0] == '1', {0}};
+
+    device_finish(d);
+    emu_traffic_each(add_traffic, &sum);
+    return sum.sum;
 }
 
 uint32_t device_random(uint64_t *state)

@@ -374,7 +374,8 @@ static void block_start(const emu_grid *grid, unsigned threads)
         fiber->file = NULL;
         fiber->line = 0;
         fiber->copies = fiber->group = fiber->atomics = 0;
-        /* tops a cache line apart: else all emu_stacks would fight for the same sets of the cache */
+        /* tops a cache line apart: else all emu_stacks would fight for the same sets of the cache
+         */
         emu_context_make(&fiber->context, emu_stacks + (size_t)i * EMU_STACK_BYTES,
                          EMU_STACK_BYTES - i % 32 * 64, fiber_main, NULL);
         emu_wake(fiber);

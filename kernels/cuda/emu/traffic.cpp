@@ -169,14 +169,16 @@ static void count_sectors(site *s, const entry *group, unsigned lanes)
 {
     uint64_t sectors[EMU_LANES * 2];
     unsigned count = 0, bytes = 0;
+    uint64_t first = group[0].at;
 
     for (unsigned i = 0; i < lanes; i++) {
         bytes += group[i].bytes;
+        first = group[i].at < first ? group[i].at : first;
         sectors[count++] = group[i].at / 32;
         sectors[count++] = (group[i].at + group[i].bytes - 1) / 32;
     }
     s->actual += distinct(sectors, count);
-    s->ideal += (bytes + 31) / 32;
+    s->ideal += (first % 32 + bytes + 31) / 32;
 }
 
 static void count_wavefronts(site *s, const entry *group, unsigned lanes)
@@ -241,4 +243,9 @@ void emu_traffic_each(void (*each)(void *ctx, const emu_traffic *traffic), void 
             emu_source_of(s->code, traffic.place, sizeof traffic.place);
         each(ctx, &traffic);
     }
+}
+
+void emu_traffic_clear(void)
+{
+    t.count = t.locals = t.logged = t.kernel_count = 0;
 }
