@@ -78,8 +78,8 @@ typedef struct cu_kv {
 bool cu_supports(pd_dtype dtype);
 /* Packed bytes of `rows` rows and the columns [col_from, col_to) of a matrix with `cols` columns,
  * and the packing, from the file's rows (host) to host memory. Columns are multiples of 32 for
- * quantised formats. What is packed in pieces, all but the last of a multiple of CU_PACK_ROWS rows,
- * is one behind the other what is packed at once. */
+ * quantised formats, of 16 for f16 and bf16, and so are a leaf's. What is packed in pieces, all but
+ * the last of a multiple of CU_PACK_ROWS rows, is one behind the other what is packed at once. */
 #define CU_PACK_ROWS 16
 uint64_t cu_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols);
 void cu_pack(pd_dtype dtype, uint32_t rows, uint32_t file_cols, uint32_t col_from, uint32_t col_to,

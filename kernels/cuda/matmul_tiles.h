@@ -28,12 +28,39 @@
  * for Q4_1), as kernels/ref/ops.c. 16-bit: one mma a block into the same accumulator. Neither
  * depends on the tile, so few and many rows give the same bits. Leaves are then added as
  * kernels/sum_tree.h says.
- */
+ *
+ * The ladder (SASS of sm_90; no GPU yet, so instructions and bytes instead of times; an H200 issues
+ * 1.05e12 warp instructions a second and copies 4.3 TB/s)
+ *   1  Copies counted out chunk by chunk, a stage's tail as zeros, k unrolled: 30 instructions a
+ *      16 x 8 x 32 tile of Q4_1 with many rows, 81 with few; the work alone is 17 and 35.
+ *   2  Offsets that only grow (matmul_source), whole stages without a test, k not unrolled where a
+ *      block has sixteen tiles anyway: 23 and 46.
+ *   3  A stage of 8 blocks instead of 4 with few rows. This is what is here:
+ *
+ *                        instructions     bound                         registers  stages
+ *      few   Q4_1 8 rows  46 / 320 bytes  59 % of the issue slots        78        4 x 5.0 KiB
+ *            Q4_0         39 / 288        56 %       at 4.3 TB/s         78        4 x 4.5
+ *            Q8_0         35 / 544        26 %                           80        4 x 6.5
+ *            f16, bf16    16 / 512        13 %                           48        4 x 6.0
+ *      many  Q4_1         23 / tile       375 TOP/s by issue            168        4 x 10.0
+ *            Q4_0         18              470                           128        4 x 13.5
+ *            Q8_0         18              480                           128        4 x 17.5
+ *            of a tree    26 (Q4_1)       330                           216        4 x 7.5
+ *            f16, bf16     3 / 16x8x16    the tensor cores              189        4 x 16.0
+ *      Of a Q4_1 tile's 23, 17 are the update itself (4 of FADD, FMUL and 2 x 4 FFMA, IMMA): the
+ *      order of the sums leaves no fewer. So int8's rate is out of reach by design, see
+ *      docs/kernels.md, "Same bits".
+ *   What would be next: few rows and one leaf (q, k, v at 4096 columns: 3 warps a processor, each a
+ *   chain of 128 blocks) want the blocks of a chain spread over warps that hand the sum on; wgmma
+ *   for 16-bit weights on sm_90a.
+ * Sectors and wavefronts are ideal in the emulator's counts, but for the scales of activations: 4
+ * bytes a row and block, whose sectors are read in pieces (L1 has the rest), and stores to rows
+ * that do not begin at a multiple of 32 bytes. */
 
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/words.h"
 
-#define MATMUL_PANEL 16 /* weight rows */
+#define MATMUL_PANEL CU_PACK_ROWS /* weight rows, an A operand's */
 
 /* What both kernels are told. A node's lo counts from the rank's first leaf. */
 typedef struct matmul_job {

@@ -15,7 +15,7 @@
 
 #include <cmocka.h>
 
-#define REF kern_backend_ref
+#define REF kern_ops_ref
 
 /* --- a product to be computed --- */
 
