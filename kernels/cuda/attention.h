@@ -75,17 +75,40 @@ template <int D> struct attention_shape {
     static const uint32_t tiles = D / 8;  /* columns of 8 across head_dim */
 };
 
-/* A warp's copy of one of a chunk's units. Rows from `valid` on are filled with zeros and not read:
- * they may hold anything, NaN too. */
+/* Copies of a chunk by a warp, a unit each: 16 bytes a lane, one after another. Where a row is so
+ * many lanes that they divide a warp, a lane's place in a unit is apart from the unit's: then all
+ * addresses are a lane's base and a constant. */
+template <int D> struct attention_copy {
+    static const uint32_t pieces = D / 8; /* 16 bytes each, of a row */
+    static const bool apart = 32 % pieces == 0;
+    static const uint32_t rows = apart ? 32 / pieces : 1; /* of a unit */
+};
+
+/* What a lane adds to a chunk's place in shared memory, once. */
+template <int D> CU_DEVICE uint32_t attention_copy_lane(uint32_t lane)
+{
+    if (!attention_copy<D>::apart)
+        return 0;
+    return lane / attention_copy<D>::pieces * attention_shape<D>::row_bytes +
+           lane % attention_copy<D>::pieces * 16;
+}
+
+/* chunk: with attention_copy_lane; global: with 16 * lane. Rows from `valid` on are filled with
+ * zeros and not read: they may hold anything, NaN too. */
 template <int D>
-CU_DEVICE void attention_load_unit(uint8_t *chunk, const uint8_t *global, uint32_t unit,
+CU_DEVICE void attention_copy_unit(uint8_t *chunk, const uint8_t *global, uint32_t unit,
                                    uint32_t lane, uint32_t valid)
 {
-    uint32_t at = unit * 32 + lane; /* 16-byte pieces */
-    uint32_t row = at / (D / 8), column = at % (D / 8);
+    const uint32_t pieces = attention_copy<D>::pieces, rows = attention_copy<D>::rows;
+    const uint32_t row_bytes = attention_shape<D>::row_bytes;
+    uint32_t at = unit * 32 + lane;
 
-    cu_async_16(chunk + row * attention_shape<D>::row_bytes + column * 16, global + at * 16,
-                row < valid);
+    if (attention_copy<D>::apart)
+        cu_async_16(chunk + unit * rows * row_bytes, global + unit * 512,
+                    unit * rows + lane / pieces < valid);
+    else
+        cu_async_16(chunk + at / pieces * row_bytes + at % pieces * 16, global + unit * 512,
+                    at / pieces < valid);
 }
 
 /* high + low = the pair, to 22 bits. */

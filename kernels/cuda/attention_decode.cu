@@ -28,23 +28,25 @@ typedef struct decode_place {
     uint32_t splits;                           /* of the row */
 } decode_place;
 
-/* A warp's chunks: where each one's K lies, and how many of its positions are there. */
+/* A warp's chunks: where each one's K lies (16 * lane on), how many positions and chunks there are.
+ */
 typedef struct decode_run {
     const uint8_t *keys[ATTENTION_RUN_CHUNKS];
     uint32_t count, chunks;
 } decode_run;
 
+/* chunk, global: as attention_copy_unit's. */
 template <int D>
 CU_DEVICE void load_chunk(uint8_t *chunk, const uint8_t *global, uint32_t lane, uint32_t valid)
 {
     if (valid >= ATTENTION_CHUNK) {
 #pragma unroll
         for (uint32_t unit = 0; unit < attention_shape<D>::units; unit++)
-            attention_load_unit<D>(chunk, global, unit, lane, ATTENTION_CHUNK);
-    } else {
-#pragma unroll
+            attention_copy_unit<D>(chunk, global, unit, lane, ATTENTION_CHUNK);
+    } else { /* once a row at most */
+#pragma unroll 1
         for (uint32_t unit = 0; unit < attention_shape<D>::units; unit++)
-            attention_load_unit<D>(chunk, global, unit, lane, valid);
+            attention_copy_unit<D>(chunk, global, unit, lane, valid);
     }
 }
 
@@ -61,7 +63,7 @@ CU_DEVICE void find_chunks(const attention_args *args, const decode_place *place
         offset = attention_chunk_offset(
             args, args->table[place->row],
             place->split * ATTENTION_SPLIT + first + lane * ATTENTION_CHUNK, token_bytes);
-    const uint8_t *base = args->pool + place->kv_head * args->head_stride;
+    const uint8_t *base = args->pool + place->kv_head * args->head_stride + lane * 16;
 #pragma unroll
     for (uint32_t chunk = 0; chunk < ATTENTION_RUN_CHUNKS; chunk++)
         run->keys[chunk] = base + cu_shuffle(CU_ALL, offset, chunk);
@@ -100,10 +102,12 @@ CU_DEVICE void score_run(const attention_args *args, const decode_run *run, uint
                          uint32_t lane, const decode_query<D> *query,
                          float s[ATTENTION_RUN_TILES][4])
 {
+    const uint8_t *keys = chunks + attention_key_lane<D>(lane);
+    uint8_t *copy = chunks + attention_copy_lane<D>(lane);
+
 #pragma unroll
     for (uint32_t i = 0; i < ATTENTION_RUN_CHUNKS; i++) {
-        uint8_t *chunk = chunks + i * attention_shape<D>::chunk_bytes;
-        const uint8_t *mine = chunk + attention_key_lane<D>(lane);
+        const uint8_t *mine = keys + i * attention_shape<D>::chunk_bytes;
 
 #pragma unroll
         for (uint32_t j = 0; j < 4; j++)
@@ -121,8 +125,8 @@ CU_DEVICE void score_run(const attention_args *args, const decode_run *run, uint
                 cu_mma_f16(s[2 * i + 1], query->low[step], b + 2);
             }
             cu_sync_warp(CU_ALL); /* all lanes have read K */
-            load_chunk<D>(chunk, run->keys[i] + args->half_bytes, lane,
-                          run->count - i * ATTENTION_CHUNK);
+            load_chunk<D>(copy + i * attention_shape<D>::chunk_bytes,
+                          run->keys[i] + args->half_bytes, lane, run->count - i * ATTENTION_CHUNK);
         }
         cu_async_commit();
     }
@@ -263,7 +267,8 @@ attention_decode_kernel(const attention_args args)
 {
     CU_SHARED_DYNAMIC(shared);
     CU_SHARED float2 stats[WARPS][16];
-    uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    /* from one lane: the compiler sees that a warp is of one mind about what depends on it */
+    uint32_t warp = cu_shuffle(CU_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     uint8_t *chunks = shared + warp * decode_shape<D>::warp_bytes;
     decode_place place;
     decode_run run;
@@ -279,8 +284,9 @@ attention_decode_kernel(const attention_args args)
 #pragma unroll
         for (uint32_t i = 0; i < ATTENTION_RUN_CHUNKS; i++) {
             if (i < run.chunks)
-                load_chunk<D>(chunks + i * attention_shape<D>::chunk_bytes, run.keys[i], lane,
-                              run.count - i * ATTENTION_CHUNK);
+                load_chunk<D>(chunks + attention_copy_lane<D>(lane) +
+                                  i * attention_shape<D>::chunk_bytes,
+                              run.keys[i], lane, run.count - i * ATTENTION_CHUNK);
             cu_async_commit();
         }
         load_query<D, UPPER>(&args, &place, lane, &query);

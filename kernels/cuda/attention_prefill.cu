@@ -127,10 +127,10 @@ CU_DEVICE void load_run(const attention_args *args, const prefill_place *place, 
          unit += blockDim.x / 32) {
         uint32_t chunk = unit / attention_shape<D>::units;
         uint32_t before = chunk * ATTENTION_CHUNK;
-        attention_load_unit<D>(shared + chunk * attention_shape<D>::chunk_bytes,
-                               args->pool + cu_shuffle(CU_ALL, offset, chunk),
-                               unit % attention_shape<D>::units, lane,
-                               count > before ? count - before : 0);
+        attention_copy_unit<D>(
+            shared + attention_copy_lane<D>(lane) + chunk * attention_shape<D>::chunk_bytes,
+            args->pool + lane * 16 + cu_shuffle(CU_ALL, offset, chunk),
+            unit % attention_shape<D>::units, lane, count > before ? count - before : 0);
     }
 }
 

@@ -93,7 +93,7 @@ static void look(void *ctx, const emu_traffic *t)
     double ratio = (double)t->actual / (double)t->ideal;
     int *bad = ctx;
 
-    if (ratio <= 1.02 || ratio <= allowed(t->place, unit) * 1.02)
+    if (t->groups < 8 || ratio <= 1.02 || ratio <= allowed(t->place, unit) * 1.02)
         return;
     ++*bad;
     print_message("%s: %s%.2f of the ideal, %llu accesses of a warp (%s)\n", t->place, unit, ratio,
