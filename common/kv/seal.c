@@ -8,29 +8,22 @@
 #define TILE_BYTES 1024
 _Static_assert(TILE_BYTES == 8 * PD_TILE_WORDS, "a tile of whole tokens has a key for every word");
 
-/* How the tiles of a layout lie. A unit is one layer and head of a block: the pool is an array of
- * them, and so are the tables. */
-typedef struct tiling {
-    uint32_t tokens;    /* of a tile */
-    uint32_t tiles;     /* of a half; the last may have fewer tokens */
-    uint32_t row_words; /* of a token; the last may be part of one, then zeros fill it */
-} tiling;
-
+/* A unit is one layer and head of a block: the pool is an array of them, and so are the tables. */
 struct pd_seal_tiles {
     pd_kv_layout layout;
-    tiling tiling;
+    pd_seal_tiling tiling;
     uint64_t units;
     uint16_t *covered; /* [units] tokens */
     uint64_t *sums;    /* [units][k, v][tiling.tiles], each over the covered tokens of its tile */
 };
 
-static tiling tiling_of(const pd_kv_layout *layout)
+pd_seal_tiling pd_seal_tiling_of(uint64_t token_bytes, uint32_t block_tokens)
 {
-    tiling t = {.row_words = (uint32_t)((layout->token_bytes + 7) / 8)};
+    pd_seal_tiling t = {.row_words = (uint32_t)((token_bytes + 7) / 8)};
 
     t.tokens = PD_TILE_WORDS / t.row_words;
-    t.tokens = t.tokens < 1 ? 1 : t.tokens > layout->block_tokens ? layout->block_tokens : t.tokens;
-    t.tiles = (layout->block_tokens + t.tokens - 1) / t.tokens;
+    t.tokens = t.tokens < 1 ? 1 : t.tokens > block_tokens ? block_tokens : t.tokens;
+    t.tiles = (block_tokens + t.tokens - 1) / t.tokens;
     return t;
 }
 
@@ -63,8 +56,8 @@ static uint64_t sum_odd_end(const unsigned char *end, uint64_t bytes, uint64_t w
 }
 
 /* Tokens [row, row + rows) of a tile, which lie at bytes. */
-static uint64_t sum_rows(const pd_kv_layout *layout, const tiling *t, const unsigned char *bytes,
-                         uint32_t row, uint32_t rows)
+static uint64_t sum_rows(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                         const unsigned char *bytes, uint32_t row, uint32_t rows)
 {
     uint64_t sum = 0, whole = layout->token_bytes / 8, odd = layout->token_bytes % 8;
 
@@ -81,8 +74,8 @@ static uint64_t sum_rows(const pd_kv_layout *layout, const tiling *t, const unsi
     return sum;
 }
 
-static uint64_t sum_tile(const pd_kv_layout *layout, const tiling *t, const unsigned char *half,
-                         uint32_t tile, uint32_t rows)
+static uint64_t sum_tile(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                         const unsigned char *half, uint32_t tile, uint32_t rows)
 {
     return sum_rows(layout, t, half + (uint64_t)tile * t->tokens * layout->token_bytes, 0, rows);
 }
@@ -96,7 +89,7 @@ pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles
     if (tiles == NULL)
         return PD_E_NOMEM;
     tiles->layout = *layout;
-    tiles->tiling = tiling_of(layout);
+    tiles->tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens);
     tiles->units = layout->pool_bytes / layout->layer_bytes;
     tiles->covered = pd_calloc(tiles->units, sizeof *tiles->covered);
     tiles->sums = pd_calloc(tiles->units * 2 * tiles->tiling.tiles, sizeof *tiles->sums);
@@ -140,7 +133,7 @@ void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer,
                          uint32_t head, uint32_t from, uint32_t to)
 {
     const pd_kv_layout *layout = &tiles->layout;
-    const tiling *t = &tiles->tiling;
+    const pd_seal_tiling *t = &tiles->tiling;
     uint64_t offset = pd_kv_layout_k_offset(layout, layer, block, head);
     uint64_t unit = offset / layout->layer_bytes;
     uint32_t covered = tiles->covered[unit];
@@ -166,7 +159,7 @@ void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer,
 
 /* ---- seals ---- */
 
-static uint64_t place_key(const pd_seal_place *place)
+uint64_t pd_seal_place_key(const pd_seal_place *place)
 {
     const uint64_t fields[] = {
         place->request,     place->epoch,        place->group,
@@ -178,7 +171,7 @@ static uint64_t place_key(const pd_seal_place *place)
 /* What a walk over the tiles of a head range has, whatever it does with them. */
 typedef struct walk {
     const pd_kv_layout *layout;
-    tiling tiling;
+    pd_seal_tiling tiling;
     const unsigned char *bytes; /* of the block's group */
     uint64_t unit_first;        /* of the block's group */
     uint32_t layers, valid_tokens, head_first;
@@ -195,20 +188,20 @@ static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block
     pd_assert(place->valid_tokens > 0 && place->valid_tokens <= layout->block_tokens);
     return (walk){
         .layout = layout,
-        .tiling = tiling_of(layout),
+        .tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens),
         .bytes = (const unsigned char *)pool + offset,
         .unit_first = offset / layout->layer_bytes,
         .layers = pd_kv_layout_group_layers(layout, place->group),
         .valid_tokens = place->valid_tokens,
         .head_first = place->head_first,
-        .key = place_key(place),
+        .key = pd_seal_place_key(place),
     };
 }
 
 static uint64_t seal_half(const walk *w, uint32_t unit, uint32_t half, uint64_t key)
 {
     const pd_kv_layout *layout = w->layout;
-    const tiling *t = &w->tiling;
+    const pd_seal_tiling *t = &w->tiling;
     const unsigned char *bytes = w->bytes + unit * layout->layer_bytes + half * layout->half_bytes;
     uint64_t at = w->unit_first + unit, sum = 0;
     uint32_t covered = w->known == NULL ? 0 : w->known->covered[at];
