@@ -87,7 +87,9 @@ static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t row
  * split gives the same sum. */
 static uint32_t segments_of(const pd_model_shape *shape, uint32_t cols)
 {
-    return cols % (shape->kv_heads * 32) == 0 ? shape->kv_heads : 1;
+    return shape->kv_heads <= KERN_LEAVES_MAX && cols % (shape->kv_heads * KERN_BLOCK) == 0
+               ? shape->kv_heads
+               : 1;
 }
 
 static void add_layer(builder *b, const pd_model_shape *shape, uint32_t index,
