@@ -1,120 +1,131 @@
 #pragma once
 
-/* kernels/backend.h - the table of operations a backend offers, and the choice of one.
+/* kernels/backend.h - the table of a backend: a whole model on some processor.
  *
- * A backend computes what kernels/ref does, bit for bit: each operation's comment there is its
- * meaning. Operations are pure: they read and write the memory they are given, never fail, and may
- * run on any thread at once on different memory. The rules that make results equal are in
- * docs/kernels.md. */
+ * The host's backend ("cpu") is built in (kernels/model/host); those for GPUs are plugins
+ * (kernels/plugins) that bring their own copies of common's modules, so what a table is given and
+ * gives back is plain data, const objects of common/model_file and common/kv, and memory of its
+ * own.
+ *
+ * The calls in order: probe (and attach, for a plugin) - create - pool_alloc where pool_own - bind,
+ * once - step, seal and check - the pool goes (pool_free) when nobody steps, seals or checks any
+ * more - destroy. Threads: everything from create to bind on one thread; then step on one thread,
+ * and seal and check on any others, at the same time as step and each other, for blocks whose KV
+ * in that layer group nobody writes meanwhile (other blocks are being written). describe, bytes
+ * and broken on any thread.
+ *
+ * Errors are logged once, by the backend. PD_E_NOMEM, PD_E_UNSUPPORTED: at start; PD_E_INTERNAL:
+ * the step or the seals cannot be trusted, and when `broken` says something, nothing after them
+ * will be. */
 
-#include "common/kv/layout.h"
+#include "common/base/log.h"
+#include "common/base/memory_kind.h"
+#include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
-#include "kernels/sum_tree.h"
+#include "kernels/model/sample.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERN_BACKEND_ABI          1
-#define KERN_PANEL_ROWS           16  /* a matmul's row range starts at a multiple of it */
-#define KERN_SPLIT_TOKENS         256 /* attention's partial sums cover this many positions */
-#define KERN_ATTENTION_TOKENS_MAX 16  /* query tokens of one call */
+#define KERN_BACKEND_ABI 1
+/* The one symbol that a plugin shows: `const kern_backend kern_backend_plugin`. */
+#define KERN_BACKEND_SYMBOL "kern_backend_plugin"
 
-/* A weight matrix, out = W x: rows x cols, columns in blocks along a row. */
-typedef struct kern_matrix {
-    pd_dtype dtype;
-    uint32_t rows, cols;
-    /* cols is cut into this many equal runs: the leaves of kernels/sum_tree's tree, or of the part
-     * of it that a rank has */
-    uint32_t segments;
-    /* A product is over these, one node of the tree; a count of 0: over all of them. */
-    uint32_t segment_from, segment_count;
-    const void *data; /* packed by the backend, or the file's rows when it packs nothing */
-} kern_matrix;
+typedef struct kern_loaded kern_loaded; /* a model on a backend; each backend has its own */
+struct kern_comm;                       /* tensor-parallel ranks (kernels/comm.h) */
 
-/* The same matrix, for products over segments [from, from + count). */
-static inline kern_matrix kern_matrix_node(const kern_matrix *matrix, uint32_t from, uint32_t count)
-{
-    kern_matrix node = *matrix;
+typedef struct kern_backend_options {
+    uint32_t device;          /* the n-th of the backend's devices */
+    const char *variant;      /* "cpu-avx2": one of the host's instruction sets; NULL: the best */
+    uint32_t threads;         /* host threads that compute; 0: one a usable core */
+    uint32_t context_max;     /* positions 0 .. context_max - 1 */
+    uint32_t rows_max;        /* tokens of a step */
+    uint32_t slices_max;      /* of a step; each may sample a token */
+    uint32_t logits_rows_max; /* rows of a step whose logits go to the host, beside sampling; 0: no
+                                 slice asks */
+    uint32_t rank, ranks;     /* of a tensor-parallel group; ranks 0 is 1 */
+    struct kern_comm *comm;   /* NULL when alone; outlives the model */
+} kern_backend_options;
 
-    node.segment_from = from;
-    node.segment_count = count;
-    return node;
-}
+/* A part of one sequence: tokens at positions position .. position + count - 1. The KV of all
+ * positions before is in the pool; this step's is written to it. */
+typedef struct kern_slice {
+    const uint32_t *tokens; /* [count] */
+    uint32_t count;
+    uint32_t position;      /* of tokens[0] */
+    const pd_block *blocks; /* block table from position 0; covers position + count tokens */
+    uint32_t logits_from; /* rows logits_from .. count - 1 of this slice get logits (count: none) */
+    float *logits;        /* host, [count - logits_from][vocab], written; NULL when none */
+} kern_slice;
 
-static inline uint32_t kern_matrix_segments(const kern_matrix *matrix)
-{
-    return matrix->segment_count != 0 ? matrix->segment_count : matrix->segments;
-}
+/* A slice, and what is to come of it. */
+typedef struct kern_job_slice {
+    kern_slice slice;
+    bool want_token; /* sample after the slice's last row, whether or not it asks for logits */
+    kern_sampling sampling;
+    uint32_t token_out; /* written: the token at position slice.position + slice.count */
+} kern_job_slice;
 
-/* Rows of activations, as floats and, for quantised weights, as blocks of 32 int8. */
-typedef struct kern_acts {
-    uint32_t cols;
-    float *values;       /* [rows][cols] */
-    int8_t *quants;      /* [rows][cols], value ~ scale * quant */
-    float *scales;       /* [rows][cols / 32] */
-    float *sums;         /* [rows][cols / 32], scale * (sum of the block's quants) */
-    int32_t *quant_sums; /* [rows][cols / 32] */
-} kern_acts;
+/* Every layer of the group is done for all rows of the step: its KV in the pool is final, for
+ * whoever reads the pool (other devices and processes too). */
+typedef void kern_group_done_fn(void *ctx, uint32_t group);
 
-/* One KV head's attention for consecutive tokens of one sequence; their own K and V are in the
- * pool already. Query and output rows: [heads][head_dim] of the query heads sharing this KV head.
- */
-typedef struct kern_attention {
-    const pd_kv_layout *layout;
-    const void *pool;
-    const pd_block *blocks;
-    uint32_t layer, kv_head;
-    uint32_t heads;    /* query heads of this KV head */
-    uint32_t tokens;   /* 1 .. KERN_ATTENTION_TOKENS_MAX */
-    uint32_t position; /* of the first token */
-    float scale;
-    const float *query; /* token t's heads at query + t * query_stride */
-    float *out;
-    size_t query_stride, out_stride; /* floats */
-    void *scratch;                   /* attention_scratch_bytes, 64-byte aligned, this thread's */
-} kern_attention;
+typedef struct kern_backend_step {
+    kern_job_slice *slices;
+    uint32_t slices_count; /* <= slices_max; the counts' sum <= rows_max */
+    /* May be NULL. On the stepping thread or one of the backend's own, groups in order, each once,
+     * the last before step returns PD_OK. It must not call the backend. */
+    kern_group_done_fn *group_done;
+    void *group_done_ctx;
+} kern_backend_step;
 
 typedef struct kern_backend {
     uint32_t abi;          /* KERN_BACKEND_ABI */
     uint32_t struct_bytes; /* sizeof(kern_backend) where it was built */
-    const char *name;      /* "cpu-avx512" */
+    const char *name;      /* "cpu", "cuda", "cuda-emu" */
+    pd_memory_kind pool_kind;
+    bool pool_own; /* the KV pool must be pool_alloc's; else any host memory will do */
 
-    /* How well it runs here; 0: not at all. The reason is written either way. */
-    int (*probe)(char *reason, size_t reason_size);
+    /* How well it runs here on that device; 0: not at all. The reason is written either way, one
+     * line without quotes. 10 and more: the host's; 100 and more: a GPU; 1: an emulation, never
+     * better than anything. */
+    int (*probe)(uint32_t device, char *reason, size_t reason_size);
+    /* For a plugin's own copy of common/base/log: as pd_log_init. NULL: nothing to do. */
+    void (*attach)(const char *service, pd_log_level level);
 
-    /* Whether weights of the format can be multiplied. */
-    bool (*supports)(pd_dtype dtype);
-    /* Bytes of the packed matrix; 0: the file's rows are used as they are. */
-    size_t (*pack_bytes)(pd_dtype dtype, uint32_t rows, uint32_t cols);
-    void (*pack)(pd_dtype dtype, uint32_t rows, uint32_t cols, const void *file_rows, void *out);
+    /* file outlives the model. Errors: PD_E_UNSUPPORTED (the device, the model's shape or a weight
+     * format), PD_E_INVALID (a tensor missing), PD_E_NOMEM, PD_E_IO (threads). */
+    pd_status (*create)(const pd_model_file *file, const kern_backend_options *options,
+                        kern_loaded **model_out);
+    void (*destroy)(kern_loaded *model); /* NULL is fine */
+    /* "cpu-avx512", "cuda NVIDIA H200"; the model's until it ends. */
+    const char *(*describe)(const kern_loaded *model);
+    uint64_t (*bytes)(const kern_loaded *model); /* memory held, without the pool */
+    /* NULL: fine; else what broke it for good: every later step fails, the worker must end. */
+    const char *(*broken)(const kern_loaded *model);
 
-    /* values[col_first ..] of a row to quants, scales and sums; multiples of 32. */
-    void (*quantize)(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols);
-    /* What quantize left out, values - scale * quant, as the values of row residual_row. */
-    void (*residual)(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols,
-                     uint32_t residual_row);
-    /* out[n][r] (+)= sum over the segments' columns, for r in row_first .. row_first + rows - 1 and
-     * activation rows n in acts_first .. acts_first + acts_rows - 1; out[n - acts_first] is that
-     * row. The segments' sums are added as kernels/sum_tree's T(0, count). */
-    void (*matmul)(const kern_matrix *matrix, uint32_t row_first, uint32_t rows,
-                   const kern_acts *acts, uint32_t acts_first, uint32_t acts_rows,
-                   float *const *out, bool add);
-    void (*rms_norm)(const float *x, const float *weight, uint32_t count, float eps, float *out);
-    /* Rotates the pairs (2i, 2i+1), i < pairs; table: [pairs] (cos, sin). */
-    void (*rope)(float *head, const float *table, uint32_t pairs);
-    void (*store_f16)(const float *x, uint32_t count, uint16_t *out);
-    /* gate = gate / (1 + e^-gate) * up */
-    void (*silu_mul)(float *gate, const float *up, uint32_t count);
-    size_t (*attention_scratch_bytes)(uint32_t heads, uint32_t head_dim);
-    void (*attention)(const kern_attention *args);
+    /* Only where pool_own. Zeroed; aligned to a page, one allocation that a transfer can
+     * register. */
+    pd_status (*pool_alloc)(kern_loaded *model, uint64_t bytes, void **pool_out);
+    void (*pool_free)(kern_loaded *model, void *pool);
+    /* The pool that steps work on; layout is copied. seals: hashes for seals are made while K and V
+     * are written; else seal and check are made from the bytes. PD_E_NOMEM. */
+    pd_status (*bind)(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals);
+
+    /* Runs the step to its end. A row's result is bit for bit the same whatever shares its step,
+     * however the prompt was cut into chunks. Errors: PD_E_INVALID (a token id or position out of
+     * range), PD_E_TOO_LARGE (more slices or logits than the options said), PD_E_INTERNAL (logits
+     * not finite, the device failed). */
+    pd_status (*step)(kern_loaded *model, const kern_backend_step *step);
+
+    /* seals[i] of items[i], by the hashes where they cover the block. One read-back a call: ask for
+     * many at once. */
+    pd_status (*seal)(kern_loaded *model, const pd_seal_item *items, uint32_t count,
+                      uint64_t *seals_out);
+    /* Compares what others wrote with its seals, by the bytes, and keeps the hashes of what matches
+     * (pd_seal_check_items). PD_E_MISMATCH: *bad_out is the first item that does not match, later
+     * ones may not have been looked at. */
+    pd_status (*check)(kern_loaded *model, const pd_seal_item *items, uint32_t count,
+                       const uint64_t *seals, uint32_t *bad_out);
 } kern_backend;
-
-/* device: "cpu" (the highest score), or a backend's name. PD_E_UNSUPPORTED: no such backend in this
- * build, or its probe says no (logged with the reason). */
-PD_CHECKED pd_status kern_backend_choose(const char *device, const kern_backend **backend_out);
-/* The backends of this build, reference first; NULL past the end. For tests and status. */
-const kern_backend *kern_backend_at(uint32_t index);
-
-/* One row of a matrix as the file holds it, as floats (the embedding); the same for all. */
-void kern_row_to_f32(pd_dtype dtype, const void *row, uint32_t cols, float *out);

@@ -242,12 +242,9 @@ static uint64_t seal_heads(const walk *w, uint32_t head_from, uint32_t head_to)
     return sum;
 }
 
-static uint64_t seal_slice(const walk *w, uint32_t slice, uint32_t slices)
+static uint32_t slice_start(const pd_kv_layout *layout, uint32_t slice, uint32_t slices)
 {
-    uint64_t heads = w->layout->kv_heads;
-
-    return seal_heads(w, (uint32_t)(slice * heads / slices),
-                      (uint32_t)((slice + 1) * heads / slices));
+    return (uint32_t)((uint64_t)slice * layout->kv_heads / slices);
 }
 
 uint64_t pd_seal_compute(const pd_kv_layout *layout, const void *pool, pd_block block,
@@ -267,7 +264,8 @@ void pd_seal_of(const pd_kv_layout *layout, const void *pool, const pd_seal_tile
     pd_assert(slices > 0);
     w.known = tiles;
     for (uint32_t slice = 0; slice < slices; slice++)
-        seals_out[slice] = seal_slice(&w, slice, slices);
+        seals_out[slice] = seal_heads(&w, slice_start(layout, slice, slices),
+                                      slice_start(layout, slice + 1, slices));
 }
 
 pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block block,
@@ -278,12 +276,49 @@ pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block 
                                                                                    : PD_E_MISMATCH;
 }
 
-static void cover(const walk *w, uint32_t tokens)
+void pd_seal_items(const pd_kv_layout *layout, const void *pool, const pd_seal_tiles *tiles,
+                   const pd_seal_item *items, uint32_t count, uint64_t *seals_out)
 {
-    uint32_t units = w->layers * w->layout->kv_heads;
+    for (uint32_t i = 0; i < count; i++) {
+        walk w = walk_of(layout, pool, items[i].block, &items[i].place);
+        pd_assert(items[i].head_from <= items[i].head_to && items[i].head_to <= layout->kv_heads);
+        w.known = tiles;
+        seals_out[i] = seal_heads(&w, items[i].head_from, items[i].head_to);
+    }
+}
 
-    for (uint32_t unit = 0; w->learn != NULL && unit < units; unit++)
+/* ---- checking ---- */
+
+static void cover(const walk *w, uint32_t head_from, uint32_t head_to, uint32_t tokens)
+{
+    for (uint32_t unit = head_from * w->layers; w->learn != NULL && unit < head_to * w->layers;
+         unit++)
         w->learn->covered[w->unit_first + unit] = (uint16_t)tokens;
+}
+
+static pd_status check_heads(const walk *w, uint32_t head_from, uint32_t head_to, uint64_t seal)
+{
+    cover(w, head_from, head_to, 0);
+    if (seal_heads(w, head_from, head_to) != seal)
+        return PD_E_MISMATCH;
+    cover(w, head_from, head_to, w->valid_tokens);
+    return PD_OK;
+}
+
+pd_status pd_seal_check_items(const pd_kv_layout *layout, const void *pool, pd_seal_tiles *tiles,
+                              const pd_seal_item *items, uint32_t count, const uint64_t *seals,
+                              uint32_t *bad_out)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        walk w = walk_of(layout, pool, items[i].block, &items[i].place);
+        pd_assert(items[i].head_from <= items[i].head_to && items[i].head_to <= layout->kv_heads);
+        w.learn = tiles;
+        if (check_heads(&w, items[i].head_from, items[i].head_to, seals[i]) != PD_OK) {
+            *bad_out = i;
+            return PD_E_MISMATCH;
+        }
+    }
+    return PD_OK;
 }
 
 pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool, pd_seal_tiles *tiles,
@@ -294,11 +329,36 @@ pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool, pd_seal_ti
 
     pd_assert(slices > 0);
     w.learn = tiles;
-    cover(&w, 0);
+    cover(&w, 0, layout->kv_heads, 0);
     for (uint32_t slice = 0; slice < slices; slice++) {
-        if (seal_slice(&w, slice, slices) != seals[slice])
-            return PD_E_MISMATCH;
+        pd_status status = check_heads(&w, slice_start(layout, slice, slices),
+                                       slice_start(layout, slice + 1, slices), seals[slice]);
+        if (status != PD_OK)
+            return status;
     }
-    cover(&w, place->valid_tokens);
     return PD_OK;
+}
+
+/* ---- a sealer of host memory ---- */
+
+static pd_status host_seal(void *ctx, const pd_seal_item *items, uint32_t count,
+                           uint64_t *seals_out)
+{
+    const pd_host_pool *host = ctx;
+
+    pd_seal_items(host->layout, host->pool, host->tiles, items, count, seals_out);
+    return PD_OK;
+}
+
+static pd_status host_check(void *ctx, const pd_seal_item *items, uint32_t count,
+                            const uint64_t *seals, uint32_t *bad_out)
+{
+    const pd_host_pool *host = ctx;
+
+    return pd_seal_check_items(host->layout, host->pool, host->tiles, items, count, seals, bad_out);
+}
+
+pd_sealer pd_host_sealer(pd_host_pool *pool)
+{
+    return (pd_sealer){.ctx = pool, .seal = host_seal, .check = host_check};
 }

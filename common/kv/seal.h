@@ -63,9 +63,43 @@ void pd_seal_of(const pd_kv_layout *layout, const void *pool, const pd_seal_tile
 PD_CHECKED pd_status pd_seal_verify(const pd_kv_layout *layout, const void *pool, pd_block block,
                                     const pd_seal_place *place, uint32_t head_from,
                                     uint32_t head_to, uint64_t seal);
+/* One seal of many: of heads [head_from, head_to) of the pool's block. */
+typedef struct pd_seal_item {
+    pd_block block;
+    uint32_t head_from, head_to;
+    pd_seal_place place;
+} pd_seal_item;
+
+/* seals_out[i] of items[i]; tiles as in pd_seal_of. */
+void pd_seal_items(const pd_kv_layout *layout, const void *pool, const pd_seal_tiles *tiles,
+                   const pd_seal_item *items, uint32_t count, uint64_t *seals_out);
+/* Compares heads that somebody else wrote with their seals, always by their bytes. Whatever tiles
+ * (may be NULL) said of them is forgotten; the valid tokens of those that match are covered.
+ * PD_E_MISMATCH: *bad_out is the first item that does not match, where it ends. */
+PD_CHECKED pd_status pd_seal_check_items(const pd_kv_layout *layout, const void *pool,
+                                         pd_seal_tiles *tiles, const pd_seal_item *items,
+                                         uint32_t count, const uint64_t *seals, uint32_t *bad_out);
+
+/* Who makes and checks the seals of a pool, wherever it lies: functions as above, from any thread.
+ * Errors besides PD_E_MISMATCH: the seals cannot be had (logged). */
+typedef struct pd_sealer {
+    void *ctx;
+    pd_status (*seal)(void *ctx, const pd_seal_item *items, uint32_t count, uint64_t *seals_out);
+    pd_status (*check)(void *ctx, const pd_seal_item *items, uint32_t count, const uint64_t *seals,
+                       uint32_t *bad_out);
+} pd_sealer;
+
+/* The sealer of a pool in host memory; pool and what it points to must outlive it. */
+typedef struct pd_host_pool {
+    const pd_kv_layout *layout;
+    const void *pool;
+    pd_seal_tiles *tiles; /* may be NULL */
+} pd_host_pool;
+pd_sealer pd_host_sealer(pd_host_pool *pool);
+
 /* Compares a block that somebody else wrote with its seals, always by its bytes. Whatever tiles
- * (may be NULL) said of it is forgotten; when all slices match, the valid tokens are covered.
- * PD_E_MISMATCH as above. */
+ * (may be NULL) said of it is forgotten; the valid tokens of slices that match are covered.
+ * PD_E_MISMATCH as above, at the first slice that does not match. */
 PD_CHECKED pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool,
                                    pd_seal_tiles *tiles, pd_block block, const pd_seal_place *place,
                                    uint32_t slices, const uint64_t *seals);

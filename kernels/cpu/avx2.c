@@ -1,6 +1,6 @@
 /* The AVX2 backend: the headers below are its functions. */
 
-#include "kernels/cpu/backends.h"
+#include "kernels/cpu/ops_list.h"
 #include "kernels/cpu/pack.h"
 #include "kernels/cpu/v16_avx2.h"
 
@@ -12,4 +12,4 @@
 
 #include "kernels/cpu/table.h"
 
-const kern_backend kern_backend_avx2 = KERN_FAST_TABLE("cpu-avx2", kern_probe_avx2);
+const kern_ops kern_ops_avx2 = KERN_FAST_TABLE("cpu-avx2", kern_probe_avx2);

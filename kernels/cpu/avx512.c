@@ -1,6 +1,6 @@
 /* The AVX-512 VNNI backend: the headers below are its functions. */
 
-#include "kernels/cpu/backends.h"
+#include "kernels/cpu/ops_list.h"
 #include "kernels/cpu/pack.h"
 #include "kernels/cpu/v16_avx512.h"
 
@@ -12,4 +12,4 @@
 
 #include "kernels/cpu/table.h"
 
-const kern_backend kern_backend_avx512 = KERN_FAST_TABLE("cpu-avx512", kern_probe_avx512);
+const kern_ops kern_ops_avx512 = KERN_FAST_TABLE("cpu-avx512", kern_probe_avx512);

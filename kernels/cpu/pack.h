@@ -9,7 +9,7 @@
  * and 16 f16 scales, for Q4_1 then 16 f16 minima. So one 64-byte load is four columns of 16 rows,
  * as 4-way integer dot products take them. Rows past the matrix's end have scale 0. Any thread. */
 
-#include "kernels/backend.h"
+#include "kernels/ops.h"
 
 /* Bytes of a panel's quants and scales; each a multiple of 64. */
 size_t kern_panel_quant_bytes(pd_dtype dtype, uint32_t cols);

@@ -1,7 +1,8 @@
 #pragma once
 
-/* kernels/cpu/table.h - one backend's table, from the functions in the headers included before it.
- * Last in the source file of an instruction set, which defines the name, the probe and the table.
+/* kernels/cpu/table.h - one instruction set's table, from the functions in the headers included
+ * before it. Last in the source file of an instruction set, which defines the name, the probe and
+ * the table.
  */
 
 static bool fast_supports(pd_dtype dtype)
@@ -36,12 +37,11 @@ static void fast_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t 
     }
 }
 
-#define KERN_FAST_TABLE(backend_name, backend_probe)                                               \
+#define KERN_FAST_TABLE(table_name, table_probe)                                                   \
     {                                                                                              \
-        .abi = KERN_BACKEND_ABI, .struct_bytes = sizeof(kern_backend), .name = (backend_name),     \
-        .probe = (backend_probe), .supports = fast_supports, .pack_bytes = kern_pack_bytes,        \
-        .pack = kern_pack, .quantize = fast_quantize, .residual = fast_residual,                   \
-        .matmul = fast_matmul, .rms_norm = fast_rms_norm, .rope = fast_rope,                       \
-        .store_f16 = fast_store_f16, .silu_mul = fast_silu_mul,                                    \
+        .name = (table_name), .probe = (table_probe), .supports = fast_supports,                   \
+        .pack_bytes = kern_pack_bytes, .pack = kern_pack, .quantize = fast_quantize,               \
+        .residual = fast_residual, .matmul = fast_matmul, .rms_norm = fast_rms_norm,               \
+        .rope = fast_rope, .store_f16 = fast_store_f16, .silu_mul = fast_silu_mul,                 \
         .attention_scratch_bytes = fast_attention_scratch_bytes, .attention = fast_attention,      \
     }

@@ -33,7 +33,7 @@ typedef struct cu_matrix {
 } cu_matrix;
 
 /* Rows of activations. What a matrix needs of them depends on its format: quantised weights take
- * blocks of 32 int8 (as kernels/backend.h's kern_acts, the same bits), 16-bit weights take values
+ * blocks of 32 int8 (as kernels/ops.h's kern_acts, the same bits), 16-bit weights take values
  * rounded to their own format. A producer writes what is not NULL. */
 typedef struct cu_acts {
     uint32_t cols;

@@ -2,11 +2,11 @@
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "kernels/backend.h"
 #include "kernels/big_memory.h"
 #include "kernels/model/rope.h"
 #include "kernels/model/weights.h"
 #include "kernels/number.h"
+#include "kernels/ops.h"
 #include "kernels/team.h"
 
 #include <math.h>
@@ -37,7 +37,7 @@ typedef struct thread_memory {
 } thread_memory;
 
 struct kern_model {
-    const kern_backend *ops;
+    const kern_ops *ops;
     kern_team *team;
     kern_weights weights;
     uint32_t context_max, rows_max, logits_rows_max;
@@ -170,7 +170,7 @@ pd_status kern_model_create(const pd_model_file *file, const kern_options *optio
     model->context_max = options->context_max;
     model->rows_max = options->rows_max;
     model->logits_rows_max = options->logits_rows_max;
-    status = kern_backend_choose(options->device, &model->ops);
+    status = kern_ops_choose(options->device, &model->ops);
     if (status == PD_OK)
         status = kern_weights_init(file, model->ops, &model->weights);
     if (status == PD_OK)

@@ -9,7 +9,7 @@
 /* One pass of build() adds up the arena's bytes, the next fills it. */
 typedef struct builder {
     const pd_model_file *file;
-    const kern_backend *backend;
+    const kern_ops *ops;
     kern_memory *memory; /* NULL in the first pass */
     size_t bytes;
     pd_status status; /* the first failure */
@@ -32,12 +32,12 @@ static const pd_tensor *find(builder *b, const char *name, uint64_t cols, uint64
 
 static bool check_format(builder *b, const pd_tensor *tensor)
 {
-    if (b->backend->supports(tensor->dtype))
+    if (b->ops->supports(tensor->dtype))
         return true;
     pd_log_error("msg=\"kernels: no kernels for the weight format\" path=%s tensor=%s format=%s "
                  "backend=%s",
                  pd_model_file_path(b->file), tensor->name, pd_dtype_info_of(tensor->dtype)->name,
-                 b->backend->name);
+                 b->ops->name);
     b->status = PD_E_UNSUPPORTED;
     return false;
 }
@@ -74,12 +74,12 @@ static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t row
                                 .cols = cols,
                                 .segments = segments,
                                 .data = tensor->data};
-    size_t packed_bytes = b->backend->pack_bytes(tensor->dtype, rows, cols);
+    size_t packed_bytes = b->ops->pack_bytes(tensor->dtype, rows, cols);
     if (packed_bytes == 0)
         return;
     void *packed = take(b, packed_bytes);
     if (packed != NULL)
-        b->backend->pack(tensor->dtype, rows, cols, tensor->data, packed);
+        b->ops->pack(tensor->dtype, rows, cols, tensor->data, packed);
     matrix_out->data = packed;
 }
 
@@ -142,12 +142,12 @@ static pd_status check_shape(const pd_model_file *file, const pd_model_shape *sh
     return PD_E_UNSUPPORTED;
 }
 
-pd_status kern_weights_init(const pd_model_file *file, const kern_backend *backend,
+pd_status kern_weights_init(const pd_model_file *file, const kern_ops *ops,
                             kern_weights *weights_out)
 {
     kern_weights weights = {.shape = pd_model_file_shape(file)};
-    builder sizing = {.file = file, .backend = backend};
-    builder filling = {.file = file, .backend = backend, .memory = &weights.memory};
+    builder sizing = {.file = file, .ops = ops};
+    builder filling = {.file = file, .ops = ops, .memory = &weights.memory};
     pd_status status = check_shape(file, weights.shape);
 
     if (status != PD_OK)

@@ -1,13 +1,13 @@
 #pragma once
 
-/* kernels/model/weights.h - a model's matrices as a backend wants them.
+/* kernels/model/weights.h - a model's matrices as a table of operations wants them.
  *
  * Made once at start and read only afterwards. Packed matrices lie in one arena in the order they
- * are used; a backend that packs nothing reads the model file's mapping, which must outlive this.
+ * are used; a table that packs nothing reads the model file's mapping, which must outlive this.
  */
 
-#include "kernels/backend.h"
 #include "kernels/big_memory.h"
+#include "kernels/ops.h"
 
 typedef struct kern_layer_weights {
     const float *attention_norm, *ffn_norm; /* [hidden] */
@@ -26,6 +26,6 @@ typedef struct kern_weights {
 
 /* Errors: PD_E_UNSUPPORTED (a format without kernels, a shape they cannot take), PD_E_INVALID (a
  * tensor missing or not of the model's shape), PD_E_NOMEM; logged with the tensor's name. */
-PD_CHECKED pd_status kern_weights_init(const pd_model_file *file, const kern_backend *backend,
+PD_CHECKED pd_status kern_weights_init(const pd_model_file *file, const kern_ops *ops,
                                        kern_weights *weights_out);
 void kern_weights_fini(kern_weights *weights);

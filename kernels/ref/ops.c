@@ -310,9 +310,7 @@ static void ref_attention(const kern_attention *args)
                    args->out + t * args->out_stride + (size_t)h * dim);
 }
 
-const kern_backend kern_backend_ref = {
-    .abi = KERN_BACKEND_ABI,
-    .struct_bytes = sizeof(kern_backend),
+const kern_ops kern_ops_ref = {
     .name = "cpu-ref",
     .probe = ref_probe,
     .supports = ref_supports,

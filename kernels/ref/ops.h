@@ -2,6 +2,6 @@
 
 /* kernels/ref/ops.h - the reference backend: what every operation means. */
 
-#include "kernels/backend.h"
+#include "kernels/ops.h"
 
-extern const kern_backend kern_backend_ref;
+extern const kern_ops kern_ops_ref;

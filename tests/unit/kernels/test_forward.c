@@ -1,8 +1,8 @@
 /* The forward pass gives the same bits whatever the company, the chunks, the threads and the
  * instruction set. */
 
-#include "kernels/backend.h"
 #include "kernels/model/engine.h"
+#include "kernels/ops.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include "common/base/hash.h"
@@ -99,7 +99,7 @@ static int tear_down(void **state)
     return pd_mem_live() == 0 ? 0 : -1;
 }
 
-static bool usable(const kern_backend *backend)
+static bool usable(const kern_ops *backend)
 {
     char reason[128];
     return backend->probe(reason, sizeof reason) > 0;
@@ -111,13 +111,12 @@ static void logits_are_equal_for_every_backend_thread_count_and_chunk(void **sta
     float *logits = pd_malloc(sizeof(float) * TOKENS * TINY_VOCAB);
 
     (void)state;
-    for (uint32_t i = 0; kern_backend_at(i) != NULL; i++) {
+    for (uint32_t i = 0; kern_ops_at(i) != NULL; i++) {
         /* the reference is slow, and one run of it is what the others are compared with */
         uint32_t threads_min = i == 0 ? 3 : 1;
         size_t chunks_count = i == 0 ? 2 : sizeof chunks / sizeof *chunks;
-        for (uint32_t threads = threads_min; usable(kern_backend_at(i)) && threads <= 3;
-             threads++) {
-            rig r = rig_make(kern_backend_at(i)->name, threads);
+        for (uint32_t threads = threads_min; usable(kern_ops_at(i)) && threads <= 3; threads++) {
+            rig r = rig_make(kern_ops_at(i)->name, threads);
             for (size_t c = 0; c < chunks_count; c++) {
                 memset(r.pool, 0xff, layout.pool_bytes);
                 memset(logits, 0, sizeof(float) * TOKENS * TINY_VOCAB);
@@ -138,10 +137,10 @@ static void a_row_is_the_same_alone_and_in_a_batch(void **state)
     kern_slice slices[SEQUENCES];
 
     (void)state;
-    for (uint32_t i = 0; kern_backend_at(i) != NULL; i++) {
-        if (!usable(kern_backend_at(i)))
+    for (uint32_t i = 0; kern_ops_at(i) != NULL; i++) {
+        if (!usable(kern_ops_at(i)))
             continue;
-        rig r = rig_make(kern_backend_at(i)->name, 2);
+        rig r = rig_make(kern_ops_at(i)->name, 2);
         for (uint32_t s = 0; s < SEQUENCES; s++) {
             kern_slice prompt = {.tokens = tokens,
                                  .count = 17 * s + 1,

@@ -1,9 +1,9 @@
 /* Each operation of each backend equals the reference bit for bit, at odd sizes and with outliers;
  * and the reference is accurate against double precision. */
 
-#include "kernels/backend.h"
 #include "kernels/model/rope.h"
 #include "kernels/number.h"
+#include "kernels/ops.h"
 #include "kernels/team.h"
 #include "tests/unit/kernels/tiny_model.h"
 
@@ -16,16 +16,16 @@
 
 #include <cmocka.h>
 
-static const kern_backend *ref;
+static const kern_ops *ref;
 
 /* Calls test for every backend of this build that runs on this machine, but the reference. */
-static void each_backend(void (*test)(const kern_backend *fast))
+static void each_backend(void (*test)(const kern_ops *fast))
 {
     char reason[128];
 
-    for (uint32_t i = 1; kern_backend_at(i) != NULL; i++)
-        if (kern_backend_at(i)->probe(reason, sizeof reason) > 0)
-            test(kern_backend_at(i));
+    for (uint32_t i = 1; kern_ops_at(i) != NULL; i++)
+        if (kern_ops_at(i)->probe(reason, sizeof reason) > 0)
+            test(kern_ops_at(i));
 }
 
 static float *random_floats(size_t count, uint64_t seed)
@@ -107,7 +107,7 @@ static void rope_table_is_accurate(void **state)
     free(table);
 }
 
-static void check_quantize(const kern_backend *fast)
+static void check_quantize(const kern_ops *fast)
 {
     enum { ROWS = 3, COLS = 224 };
     kern_acts a = make_acts(ROWS * 2, COLS, 11), b = make_acts(ROWS * 2, COLS, 11);
@@ -155,7 +155,7 @@ static void quantize_is_within_half_a_step(void **state)
     free_acts(&acts);
 }
 
-static void one_product(const kern_backend *fast, pd_dtype dtype, uint32_t rows, uint32_t cols,
+static void one_product(const kern_ops *fast, pd_dtype dtype, uint32_t rows, uint32_t cols,
                         uint32_t segments, uint32_t acts_rows)
 {
     const pd_dtype_info *info = pd_dtype_info_of(dtype);
@@ -203,7 +203,7 @@ static void one_product(const kern_backend *fast, pd_dtype dtype, uint32_t rows,
     free_acts(&acts);
 }
 
-static void check_products(const kern_backend *fast)
+static void check_products(const kern_ops *fast)
 {
     static const uint32_t acts_rows[] = {1, 2, 3, 7, 15, 16, 17, 41};
 
@@ -308,7 +308,7 @@ static void a_split_product_is_the_whole_one(void **state)
     free_acts(&acts);
 }
 
-static void check_row_operations(const kern_backend *fast)
+static void check_row_operations(const kern_ops *fast)
 {
     static const uint32_t counts[] = {1, 2, 8, 15, 16, 17, 31, 32, 33, 64, 100, 576};
 
@@ -405,7 +405,7 @@ static void attention_set_up(attention_rig *r, const attention_case *c)
                                .out_stride = stride + 3};
 }
 
-static float *attend(attention_rig *r, const kern_backend *backend)
+static float *attend(attention_rig *r, const kern_ops *backend)
 {
     size_t count = r->args.tokens * r->args.out_stride;
     size_t bytes = backend->attention_scratch_bytes(r->args.heads, r->layout.head_dim);
@@ -418,7 +418,7 @@ static float *attend(attention_rig *r, const kern_backend *backend)
     return r->args.out;
 }
 
-static void check_attention(const kern_backend *fast)
+static void check_attention(const kern_ops *fast)
 {
     for (size_t i = 0; i < sizeof attention_cases / sizeof *attention_cases; i++) {
         attention_rig r;
@@ -533,7 +533,7 @@ static void a_team_does_each_item_once(void **state)
 static int set_up(void **state)
 {
     (void)state;
-    ref = kern_backend_at(0);
+    ref = kern_ops_at(0);
     return 0;
 }
 

@@ -1,7 +1,7 @@
 /* What the kernels hash as they write K and V is what a seal from the bytes would hash. */
 
-#include "kernels/backend.h"
 #include "kernels/model/engine.h"
+#include "kernels/ops.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include "common/base/hash.h"
@@ -67,7 +67,7 @@ static void rig_end(rig *r)
     pd_free(r->pool);
 }
 
-static bool usable(const kern_backend *backend)
+static bool usable(const kern_ops *backend)
 {
     char reason[128];
     return backend->probe(reason, sizeof reason) > 0;
@@ -112,10 +112,10 @@ static void tiles_are_hashed_as_they_are_written(void **state)
     uint64_t random = 11;
 
     (void)state;
-    for (uint32_t i = 0; kern_backend_at(i) != NULL; i++) {
-        if (!usable(kern_backend_at(i)))
+    for (uint32_t i = 0; kern_ops_at(i) != NULL; i++) {
+        if (!usable(kern_ops_at(i)))
             continue;
-        kern_options options = options_of(kern_backend_at(i)->name);
+        kern_options options = options_of(kern_ops_at(i)->name);
         kern_model *model = NULL;
         uint32_t lengths[SEQUENCES] = {0};
         rig r = rig_make();

@@ -1,49 +1,48 @@
-#include "kernels/backend.h"
+#include "kernels/ops.h"
 
 #include "common/base/log.h"
-#include "kernels/backends.h"
 #include "kernels/number.h"
+#include "kernels/ops_list.h"
 
-const kern_backend *kern_backend_at(uint32_t index)
+const kern_ops *kern_ops_at(uint32_t index)
 {
-    const kern_backend *found = kern_backends[0];
+    const kern_ops *found = kern_ops_list[0];
 
     for (uint32_t i = 0; i < index && found != NULL; i++)
-        found = kern_backends[i + 1];
+        found = kern_ops_list[i + 1];
     return found;
 }
 
-static const kern_backend *choose_best(void)
+static const kern_ops *choose_best(void)
 {
-    const kern_backend *best = NULL;
+    const kern_ops *best = NULL;
     char reason[128];
     int best_score = 0;
 
-    for (uint32_t i = 0; kern_backends[i] != NULL; i++) {
-        int score = kern_backends[i]->probe(reason, sizeof reason);
+    for (uint32_t i = 0; kern_ops_list[i] != NULL; i++) {
+        int score = kern_ops_list[i]->probe(reason, sizeof reason);
         if (score > best_score) {
-            best = kern_backends[i];
+            best = kern_ops_list[i];
             best_score = score;
         }
     }
     return best;
 }
 
-pd_status kern_backend_choose(const char *device, const kern_backend **backend_out)
+pd_status kern_ops_choose(const char *device, const kern_ops **ops_out)
 {
-    const kern_backend *backend = strcmp(device, "cpu") == 0 ? choose_best() : NULL;
-    char reason[128] = "no such backend in this build";
+    const kern_ops *ops = strcmp(device, "cpu") == 0 ? choose_best() : NULL;
+    char reason[128] = "no such instruction set in this build";
 
-    for (uint32_t i = 0; backend == NULL && kern_backends[i] != NULL; i++)
-        if (strcmp(kern_backends[i]->name, device) == 0)
-            backend = kern_backends[i];
-    if (backend == NULL || backend->probe(reason, sizeof reason) == 0) {
+    for (uint32_t i = 0; ops == NULL && kern_ops_list[i] != NULL; i++)
+        if (strcmp(kern_ops_list[i]->name, device) == 0)
+            ops = kern_ops_list[i];
+    if (ops == NULL || ops->probe(reason, sizeof reason) == 0) {
         pd_log_error("msg=\"kernels: device not usable here\" device=%s reason=\"%s\"", device,
                      reason);
         return PD_E_UNSUPPORTED;
     }
-    pd_assert(backend->abi == KERN_BACKEND_ABI && backend->struct_bytes == sizeof *backend);
-    *backend_out = backend;
+    *ops_out = ops;
     return PD_OK;
 }
 

@@ -1,13 +1,12 @@
-#include "kernels/backends.h"
+#include "kernels/ops_list.h"
 
-#include "kernels/cpu/backends.h"
+#include "kernels/cpu/ops_list.h"
 #include "kernels/ref/ops.h"
 
 #include <cpuid.h>
 #include <stdio.h>
 
-const kern_backend *const kern_backends[] = {&kern_backend_ref, &kern_backend_avx2,
-                                             &kern_backend_avx512, NULL};
+const kern_ops *const kern_ops_list[] = {&kern_ops_ref, &kern_ops_avx2, &kern_ops_avx512, NULL};
 
 typedef struct cpu_bits {
     uint32_t ecx1;       /* leaf 1 */
