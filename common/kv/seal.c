@@ -179,8 +179,9 @@ static uint64_t place_key(const pd_seal_place *place)
 typedef struct walk {
     const pd_kv_layout *layout;
     tiling tiling;
-    const unsigned char *bytes; /* of the block's group */
-    uint64_t unit_first;        /* of the block's group */
+    const unsigned char *pool;
+    uint32_t group;
+    pd_block block;
     uint32_t layers, valid_tokens, head_first;
     uint64_t key;
     const pd_seal_tiles *known; /* NULL: nothing is */
@@ -190,14 +191,13 @@ typedef struct walk {
 static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block,
                     const pd_seal_place *place)
 {
-    uint64_t offset = pd_kv_layout_block_offset(layout, place->group, block);
-
     pd_assert(place->valid_tokens > 0 && place->valid_tokens <= layout->block_tokens);
     return (walk){
         .layout = layout,
         .tiling = tiling_of(layout),
-        .bytes = (const unsigned char *)pool + offset,
-        .unit_first = offset / layout->layer_bytes,
+        .pool = pool,
+        .group = place->group,
+        .block = block,
         .layers = pd_kv_layout_group_layers(layout, place->group),
         .valid_tokens = place->valid_tokens,
         .head_first = place->head_first,
@@ -205,12 +205,18 @@ static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block
     };
 }
 
-static uint64_t seal_half(const walk *w, uint32_t unit, uint32_t half, uint64_t key)
+/* The head's first unit in the pool; those of the group's later layers follow. */
+static uint64_t unit_of(const walk *w, uint32_t head)
+{
+    return pd_kv_layout_head_offset(w->layout, w->group, w->block, head) / w->layout->layer_bytes;
+}
+
+static uint64_t seal_half(const walk *w, uint64_t at, uint32_t half, uint64_t key)
 {
     const pd_kv_layout *layout = w->layout;
     const tiling *t = &w->tiling;
-    const unsigned char *bytes = w->bytes + unit * layout->layer_bytes + half * layout->half_bytes;
-    uint64_t at = w->unit_first + unit, sum = 0;
+    const unsigned char *bytes = w->pool + at * layout->layer_bytes + half * layout->half_bytes;
+    uint64_t sum = 0;
     uint32_t covered = w->known == NULL ? 0 : w->known->covered[at];
 
     for (uint32_t tile = 0; tile * t->tokens < w->valid_tokens; tile++) {
@@ -232,11 +238,11 @@ static uint64_t seal_heads(const walk *w, uint32_t head_from, uint32_t head_to)
     uint64_t sum = 0;
 
     for (uint32_t head = head_from; head < head_to; head++) {
+        uint64_t unit = unit_of(w, head);
         for (uint32_t layer = 0; layer < w->layers; layer++) {
             uint64_t number = ((uint64_t)(w->head_first + head) << 32) + 2 * layer;
-            uint32_t unit = head * w->layers + layer;
-            sum += seal_half(w, unit, 0, w->key ^ pd_mix64(number));
-            sum += seal_half(w, unit, 1, w->key ^ pd_mix64(number + 1));
+            sum += seal_half(w, unit + layer, 0, w->key ^ pd_mix64(number));
+            sum += seal_half(w, unit + layer, 1, w->key ^ pd_mix64(number + 1));
         }
     }
     return sum;
@@ -291,9 +297,11 @@ void pd_seal_items(const pd_kv_layout *layout, const void *pool, const pd_seal_t
 
 static void cover(const walk *w, uint32_t head_from, uint32_t head_to, uint32_t tokens)
 {
-    for (uint32_t unit = head_from * w->layers; w->learn != NULL && unit < head_to * w->layers;
-         unit++)
-        w->learn->covered[w->unit_first + unit] = (uint16_t)tokens;
+    for (uint32_t head = head_from; w->learn != NULL && head < head_to; head++) {
+        uint64_t unit = unit_of(w, head);
+        for (uint32_t layer = 0; layer < w->layers; layer++)
+            w->learn->covered[unit + layer] = (uint16_t)tokens;
+    }
 }
 
 static pd_status check_heads(const walk *w, uint32_t head_from, uint32_t head_to, uint64_t seal)
