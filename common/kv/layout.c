@@ -160,6 +160,19 @@ uint64_t pd_kv_layout_fingerprint(const pd_kv_layout *layout)
     return pd_hash64(fields, sizeof fields, 0);
 }
 
+pd_kv_layout pd_kv_layout_of_peer(const pd_kv_layout *layout, uint32_t blocks, uint32_t ranks)
+{
+    pd_kv_layout peer = *layout;
+
+    pd_assert(blocks > 0 && ranks > 0 && layout->kv_heads % ranks == 0);
+    peer.blocks = blocks;
+    peer.ranks = ranks;
+    peer.rank_heads = layout->kv_heads / ranks;
+    peer.pool_bytes = blocks * layout->block_bytes_all;
+    peer.rank_bytes = peer.pool_bytes / ranks;
+    return peer;
+}
+
 void pd_kv_layout_describe(const pd_kv_layout *layout, char *text, size_t size)
 {
     snprintf(text, size, "f16 %ux%ux%u blocks of %u tokens, groups of %u layers", layout->layers,

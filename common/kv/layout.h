@@ -80,5 +80,8 @@ uint64_t pd_kv_layout_k_offset(const pd_kv_layout *layout, uint32_t layer, pd_bl
 /* Everything two workers must agree on to exchange blocks (not the number of blocks, nor that of
  * ranks). */
 uint64_t pd_kv_layout_fingerprint(const pd_kv_layout *layout);
+/* The layout of a pool with so many blocks and ranks that has the same fingerprint. kv_heads is a
+ * multiple of ranks (pd_assert). */
+pd_kv_layout pd_kv_layout_of_peer(const pd_kv_layout *layout, uint32_t blocks, uint32_t ranks);
 /* "f16 30x3x64 blocks of 16 tokens, groups of 5 layers": for errors and status. */
 void pd_kv_layout_describe(const pd_kv_layout *layout, char *text, size_t size);

@@ -112,24 +112,44 @@ static void act_run(void *ctx, pd_step *step)
     pd_assert(status == PD_OK); /* one step of the core and one warm-up at most */
 }
 
+/* The layout of a peer's pool, by its address. */
+static pd_status layout_of(const worker *w, const pd_worker_address *address,
+                           pd_kv_layout *layout_out)
+{
+    const pd_kv_layout *ours = &w->setup.layout;
+
+    if (address->layout_fingerprint != w->layout_fingerprint) {
+        pd_log_error("msg=\"a peer has another KV layout\" ours=%016llx theirs=%016llx",
+                     (unsigned long long)w->layout_fingerprint,
+                     (unsigned long long)address->layout_fingerprint);
+        return PD_E_MISMATCH;
+    }
+    if (ours->kv_heads % address->ranks == 0) {
+        *layout_out = pd_kv_layout_of_peer(ours, address->blocks, address->ranks);
+        if (pd_ship_slices(ours, layout_out) != 0)
+            return PD_OK;
+    }
+    pd_log_error("msg=\"a peer's tensor-parallel split cannot be: KV heads are not cut\" "
+                 "kv_heads=%u our_ranks=%u their_ranks=%u",
+                 ours->kv_heads, ours->ranks, address->ranks);
+    return PD_E_MISMATCH;
+}
+
 static pd_status act_connect(void *ctx, const void *address, size_t bytes, uint64_t tag,
                              pd_peer *peer_out)
 {
     worker *w = ctx;
     pd_worker_address parsed;
+    pd_kv_layout layout;
     pd_status status = pd_worker_address_unpack(address, bytes, &parsed);
 
-    if (status == PD_OK && parsed.layout_fingerprint != w->layout_fingerprint) {
-        pd_log_error("msg=\"a peer has another KV layout\" ours=%016llx theirs=%016llx",
-                     (unsigned long long)w->layout_fingerprint,
-                     (unsigned long long)parsed.layout_fingerprint);
-        return PD_E_MISMATCH;
-    }
+    if (status == PD_OK)
+        status = layout_of(w, &parsed, &layout);
     if (status == PD_OK)
         status = pd_transfer_connect(w->setup.transfer, parsed.transfer, parsed.transfer_len, tag,
                                      peer_out);
     if (status == PD_OK)
-        pd_ship_open(w->setup.shipper, *peer_out, parsed.blocks, tag);
+        pd_ship_open(w->setup.shipper, *peer_out, &layout, tag);
     return status;
 }
 
@@ -608,6 +628,7 @@ static void pack_address(worker *w)
 {
     pd_worker_address address = {
         .blocks = w->setup.layout.blocks,
+        .ranks = w->setup.layout.ranks,
         .layout_fingerprint = w->layout_fingerprint,
     };
 

@@ -32,9 +32,11 @@ enum { NO_SLOT = UINT32_MAX }; /* in the queue: the thread ends */
 
 /* ---- the verifier's thread ---- */
 
-static bool block_matches(const pd_verifier *v, const pd_check *check, uint32_t group, uint32_t at)
+/* The first slice of the block that does not match its seal; check->slices: all do. */
+static uint32_t bad_slice(const pd_verifier *v, const pd_check *check, uint32_t group, uint32_t at)
 {
-    uint32_t slices = check->slices;
+    uint32_t slices = check->slices, bad;
+    uint64_t heads = v->layout.kv_heads;
     const uint64_t *seals =
         check->seals + ((size_t)(group - check->group_first) * check->count + at) * slices;
     pd_seal_place place = {
@@ -46,8 +48,16 @@ static bool block_matches(const pd_verifier *v, const pd_check *check, uint32_t 
         .layout_fingerprint = v->layout_fingerprint,
     };
 
-    return pd_seal_check(&v->layout, v->pool, v->tiles, check->blocks[at], &place, slices, seals) ==
-           PD_OK;
+    for (uint32_t slice = 0; slice < slices; slice++) {
+        pd_seal_item item = {.block = check->blocks[at],
+                             .head_from = (uint32_t)(slice * heads / slices),
+                             .head_to = (uint32_t)((slice + 1) * heads / slices),
+                             .place = place};
+        if (pd_seal_check_items(&v->layout, v->pool, v->tiles, &item, 1, &seals[slice], &bad) !=
+            PD_OK)
+            return slice;
+    }
+    return slices;
 }
 
 /* False: the verifier is being destroyed, and nobody asks for the answer any more. */
@@ -58,9 +68,11 @@ static bool look_at(const pd_verifier *v, const pd_check *check, pd_checked *che
         for (uint32_t at = 0; at < check->count; at++) {
             if (atomic_load_explicit(&v->stop, memory_order_relaxed))
                 return false;
-            if (block_matches(v, check, group, at))
+            uint32_t slice = bad_slice(v, check, group, at);
+            if (slice == check->slices)
                 continue;
             checked_out->good = false;
+            checked_out->bad_slice = slice;
             checked_out->bad_group = group;
             checked_out->bad_block = check->first + at;
             return true;
