@@ -17,6 +17,16 @@ void pd_log_init(const char *service, pd_log_level level)
     log_level = level;
 }
 
+const char *pd_log_service(void)
+{
+    return log_service;
+}
+
+pd_log_level pd_log_level_set(void)
+{
+    return log_level;
+}
+
 bool pd_log_enabled(pd_log_level level)
 {
     return level <= log_level;

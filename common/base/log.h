@@ -22,6 +22,9 @@ typedef enum pd_log_level {
 
 /* The service's name in every line; borrowed, must outlive the process' logging. */
 void pd_log_init(const char *service, pd_log_level level);
+/* What pd_log_init was given last. */
+const char *pd_log_service(void);
+pd_log_level pd_log_level_set(void);
 bool pd_log_enabled(pd_log_level level);
 /* PD_E_INVALID for an unknown name; names are the enum's in lower case. */
 PD_CHECKED pd_status pd_log_level_parse(const char *name, pd_log_level *level_out);

@@ -3,9 +3,9 @@
 /* common/transfer/carrier.h - what a transfer backend (UCX, later NCCL) has to do. Inside
  * common/transfer only.
  *
- * A carrier owns the pool's memory and moves bytes; the engine (common/transfer/engine.h) decides
- * when, keeps order and counts. Every function runs on the engine's thread, and the carrier calls
- * the engine back on it, from within any of these functions.
+ * A carrier has the pool's memory, its own or given, and moves bytes; the engine
+ * (common/transfer/engine.h) decides when, keeps order and counts. Every function runs on the
+ * engine's thread, and the carrier calls the engine back on it, from within any of these functions.
  *
  * A token names an operation. It is a number, not a pointer: a carrier may complete an operation
  * long after its peer was closed, or never, and the engine must be able to ignore that. */
@@ -30,10 +30,13 @@ typedef struct pd_carrier_events {
 
 /* The engine asks for no longer put: what a carrier that moves messages can send as one. */
 #define PD_CARRIER_PUT_BYTES_MAX (512u << 10)
+#define PD_CARRIER_PAGE          4096u
+#define PD_CARRIER_POOL_TAIL     PD_CARRIER_PAGE
 
 typedef struct pd_carrier_ops {
     const char *name;
-    /* pool_bytes of options are for the caller; a carrier may keep more behind them. */
+    /* pool_bytes of options are for the caller; a carrier may use PD_CARRIER_POOL_TAIL more, from
+     * the next page on. */
     pd_status (*create)(const pd_transfer_options *options, const pd_carrier_events *events,
                         void *engine, pd_carrier **carrier_out);
     void (*destroy)(pd_carrier *carrier);

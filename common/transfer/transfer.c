@@ -12,7 +12,7 @@
 #define MERGED_BYTES_MAX (1u << 20)
 
 #define ADDRESS_MAGIC   0x3146584bu /* "KXF1" */
-#define ADDRESS_VERSION 3           /* of the carriers' messages too */
+#define ADDRESS_VERSION 4           /* of the carriers' messages too */
 
 /* An address: this, then the carrier's part. */
 typedef struct address_header {
@@ -165,7 +165,21 @@ static pd_status check_options(const pd_transfer_options *options,
                      (unsigned long long)options->pool_bytes, options->peers_max);
         return PD_E_INVALID;
     }
+    bool allocated = options->pool == NULL;
+    if ((uintptr_t)options->pool % PD_CARRIER_PAGE != 0 ||
+        (allocated && options->pool_kind != PD_MEMORY_HOST)) {
+        pd_log_error("msg=\"transfer: the pool must be whole pages, and a GPU's must be given\" "
+                     "pool=%p kind=%s",
+                     options->pool, pd_memory_kind_name(options->pool_kind));
+        return PD_E_INVALID;
+    }
     return PD_OK;
+}
+
+uint64_t pd_transfer_pool_room(uint64_t pool_bytes)
+{
+    return (pool_bytes + PD_CARRIER_PAGE - 1) / PD_CARRIER_PAGE * PD_CARRIER_PAGE +
+           PD_CARRIER_POOL_TAIL;
 }
 
 pd_status pd_transfer_create(const pd_transfer_options *options, pd_transfer **transfer_out)

@@ -3,8 +3,9 @@
 /* common/transfer/transfer.h - KV blocks from one worker's pool into another's, whoever carries
  * them.
  *
- * A transfer endpoint (pd_transfer) owns the memory that others may write: the KV pool is allocated
- * by it, since who carries blocks decides which memory is fast. It runs on a thread of its own,
+ * A transfer endpoint (pd_transfer) has the memory that others may write: the KV pool is allocated
+ * by it, since who carries blocks decides which memory is fast, or given to it, where it must be a
+ * device's. It runs on a thread of its own,
  * which alone touches the carrier (UCX). The caller's thread and it talk through bounded queues:
  * every function below is for the owner's loop thread. Results come from pd_transfer_poll,
  * announced by pd_transfer_fd.
@@ -14,6 +15,7 @@
  * it to that peer has landed, and is not sent at all when one of them failed. So a notice that
  * arrives means that its bytes are there. Notices may overtake each other. */
 
+#include "common/base/memory_kind.h"
 #include "common/base/status.h"
 
 #include <stddef.h>
@@ -29,6 +31,13 @@ typedef struct pd_transfer_options {
     const char *transport; /* "shm", "tcp" or "auto" (shm within a host, else tcp) */
     const char *device;    /* network device for tcp, such as "lo"; NULL: lo */
     uint64_t pool_bytes;
+    /* NULL: the transfer allocates it; else pd_transfer_pool_room(pool_bytes) bytes of the
+     * caller's, page-aligned, which outlive the transfer. Peers cannot map host memory from
+     * outside: within a host their puts go as messages through one queue, which is slower, and
+     * which a sender that is killed in the wrong moment leaves stuck. For memory that can be had no
+     * other way. */
+    void *pool;
+    pd_memory_kind pool_kind; /* of pool: peers' pools must be of the same kind */
     uint32_t peers_max;
     uint32_t puts_in_flight_max; /* a peer; 0: 128; rounded up to a power of two, at most 4096. No
                                     more than 8 MiB are in flight to a peer in any case */
@@ -36,14 +45,19 @@ typedef struct pd_transfer_options {
     uint64_t incarnation;        /* ours, by which others fence us off; 0: nobody can */
 } pd_transfer_options;
 
-/* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED, PD_E_IO,
- * PD_E_INVALID (unknown backend or transport, no pool, peers_max 0 or over 4096). */
+/* What a pool from outside must hold: some bytes behind it are the transfer's own. */
+uint64_t pd_transfer_pool_room(uint64_t pool_bytes);
+
+/* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED (also: memory
+ * of a GPU, where the carrier's library has no support for it or the transport cannot reach it),
+ * PD_E_IO, PD_E_INVALID (unknown backend or transport, no pool, a pool that is not page-aligned,
+ * peers_max 0 or over 4096). */
 PD_CHECKED pd_status pd_transfer_create(const pd_transfer_options *options,
                                         pd_transfer **transfer_out);
 /* Ends the thread and the pool. */
 void pd_transfer_destroy(pd_transfer *transfer);
 
-/* The pool: pool_bytes, zeroed, page-aligned. */
+/* The pool: pool_bytes, page-aligned; zeroed, unless it was given. */
 void *pd_transfer_pool(const pd_transfer *transfer);
 /* What a peer needs to write here: opaque bytes, for pd_transfer_connect on the other side. */
 const void *pd_transfer_address(const pd_transfer *transfer, size_t *bytes_out);

@@ -1,8 +1,8 @@
-/* The UCX carrier: one-sided puts into memory that UCX itself allocated, a flush, and a notice
- * through a socket of our own (notice_socket.h). Where UCX has mapped the peer's pool a put is a
- * copy into it, made here (copy.h), and there is nothing to flush; over tcp, where UCX has no
- * one-sided put, blocks and notices are its eager active messages. Everything runs on the engine's
- * thread.
+/* The UCX carrier: one-sided puts into memory that UCX itself allocated or was given, a flush, and
+ * a notice through a socket of our own (notice_socket.h). Where UCX has mapped the peer's pool a
+ * put is a copy into it, made here (copy.h), and there is nothing to flush; over tcp, where UCX has
+ * no one-sided put, blocks and notices are its eager active messages. Between pools in GPUs' memory
+ * puts go by cuda_ipc or not at all. Everything runs on the engine's thread.
  *
  * Notices within a host do not go through UCX: all senders of a receiver share one queue of its
  * there, and a sender killed between taking an entry and filling it leaves that queue stuck for
@@ -24,7 +24,7 @@
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
-enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = 4096 };
+enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = PD_CARRIER_PAGE };
 
 /* Before the bytes of a put that goes as a message. */
 typedef struct data_head {
@@ -37,10 +37,12 @@ _Static_assert(sizeof(data_head) == 24, "goes over the wire");
 typedef struct ucx_address {
     uint32_t worker_bytes;
     uint32_t rkey_bytes;
+    uint32_t kind; /* pd_memory_kind of the pool */
+    uint32_t pad;  /* 0 */
     uint64_t base; /* of the pool, in the peer's address space */
     unsigned char socket[PD_NOTICE_SOCKET_NAME_BYTES]; /* all 0: none, over tcp only */
 } ucx_address;
-_Static_assert(sizeof(ucx_address) == 56, "goes over the wire");
+_Static_assert(sizeof(ucx_address) == 64, "goes over the wire");
 
 typedef struct ucx_peer {
     pd_carrier *carrier; /* for UCX's callbacks */
@@ -68,6 +70,7 @@ struct pd_carrier {
     ucp_mem_h memory;
     unsigned char *pool; /* [pool_bytes rounded up to a page] then a page for probes */
     uint64_t pool_bytes;
+    pd_memory_kind pool_kind;
     int fd;                   /* what is waited for: UCX's own, or it and the socket's together */
     pd_notice_socket *socket; /* NULL with tcp alone */
     int epoll_fd;             /* with a socket */
@@ -213,9 +216,37 @@ static bool is_shared_memory(const void *address)
     return shared;
 }
 
-static pd_status init_pool(pd_carrier *carrier, uint64_t pool_bytes)
+static ucs_memory_type_t memory_type(const pd_carrier *carrier)
 {
-    uint64_t bytes = probe_offset(pool_bytes) + PAGE;
+    return carrier->pool_kind == PD_MEMORY_CUDA ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
+}
+
+static pd_status register_pool(pd_carrier *carrier, const pd_transfer_options *options)
+{
+    carrier->pool = options->pool;
+    carrier->pool_bytes = options->pool_bytes;
+    carrier->pool_kind = options->pool_kind;
+    ucp_mem_map_params_t params = {
+        .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
+                      UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
+        .address = options->pool,
+        .length = pd_transfer_pool_room(options->pool_bytes),
+        .memory_type = memory_type(carrier),
+    };
+    ucs_status_t ucs = ucp_mem_map(carrier->context, &params, &carrier->memory);
+    if (ucs == UCS_OK)
+        return PD_OK;
+    carrier->memory = NULL;
+    pd_log_error("msg=\"transfer: the KV pool cannot be registered with UCX: %s\" kind=%s "
+                 "pool_bytes=%llu",
+                 ucs_status_string(ucs), pd_memory_kind_name(options->pool_kind),
+                 (unsigned long long)options->pool_bytes);
+    return PD_E_UNSUPPORTED;
+}
+
+static pd_status allocate_pool(pd_carrier *carrier, uint64_t pool_bytes)
+{
+    uint64_t bytes = pd_transfer_pool_room(pool_bytes);
     uint64_t machine_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     ucs_status_t ucs = UCS_ERR_NO_MEMORY;
     /* the kernel would promise more than there is, and end the process when it is used */
@@ -272,6 +303,7 @@ static pd_status init_address(pd_carrier *carrier)
         ucx_address head = {
             .worker_bytes = (uint32_t)worker_bytes,
             .rkey_bytes = (uint32_t)rkey_bytes,
+            .kind = (uint32_t)carrier->pool_kind,
             .base = (uintptr_t)carrier->pool,
         };
         if (carrier->socket != NULL)
@@ -355,7 +387,8 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     if (status == PD_OK && strcmp(carrier->transport, "tcp") != 0)
         status = init_socket(carrier);
     if (status == PD_OK)
-        status = init_pool(carrier, options->pool_bytes);
+        status = options->pool != NULL ? register_pool(carrier, options)
+                                       : allocate_pool(carrier, options->pool_bytes);
     if (status == PD_OK)
         status = init_address(carrier);
     if (status != PD_OK) {
@@ -420,6 +453,14 @@ static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, si
         return PD_E_MISMATCH;
     }
     void *mapped = NULL;
+    if (carrier->pool_kind == PD_MEMORY_CUDA) {
+        if (strstr(lane, "cuda_ipc") != NULL)
+            return PD_OK;
+        pd_log_error("msg=\"transfer: no cuda_ipc between this GPU's memory and the peer's\" "
+                     "peer=%u lanes=%s",
+                     peer->index, lane);
+        return PD_E_UNSUPPORTED;
+    }
     if (has_tcp)
         return PD_OK;
     if (ucp_rkey_ptr(peer->rkey, peer->base, &mapped) == UCS_OK)
@@ -503,7 +544,11 @@ static ucs_status_t request_take(void **request)
  * says nothing. Its place is the page behind the peer's pool. */
 static pd_status start_probe(pd_carrier *carrier, ucx_peer *peer, uint64_t peer_pool_bytes)
 {
-    ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_MEMH, .memh = carrier->memory};
+    ucp_request_param_t param = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
+        .memh = carrier->memory,
+        .memory_type = memory_type(carrier),
+    };
     void *put = NULL; /* over tcp a flush alone waits until the socket is connected */
     if (!peer->by_message)
         put = ucp_put_nbx(peer->ep, carrier->pool + probe_offset(carrier->pool_bytes), 8,
@@ -576,6 +621,12 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     if (read_address(bytes, len, &head) != PD_OK) {
         pd_log_error("msg=\"ucx: a peer's address is malformed\" bytes=%zu", len);
         return PD_E_INVALID;
+    }
+    if (head.kind != (uint32_t)carrier->pool_kind) {
+        pd_log_error("msg=\"transfer: a peer's pool lies in another kind of memory\" peer=%u "
+                     "ours=%s",
+                     index, pd_memory_kind_name(carrier->pool_kind));
+        return PD_E_MISMATCH;
     }
     peer->base = head.base;
     ucs_status_t ucs = make_endpoint(carrier, peer, bytes, &head);
@@ -770,9 +821,10 @@ static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
         return PD_OK;
     }
     ucp_request_param_t param = {
-        .op_attr_mask =
-            UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        .op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE |
+                        UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
         .memh = carrier->memory,
+        .memory_type = memory_type(carrier),
         .cb.send = on_put,
         .user_data = (void *)(uintptr_t)token,
     };

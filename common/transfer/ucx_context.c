@@ -119,18 +119,47 @@ static pd_status configure_transport(ucp_config_t *config, const pd_transfer_opt
     /* without "self", so that a device that is down fails here and not at the first connection */
     static const setting tcp_lanes = {"TLS", "tcp"};
     static const setting auto_lanes = {"TLS", "posix,sysv,cma,self,tcp"};
-    bool shm = strcmp(options->transport, "shm") == 0;
+    /* a GPU's memory within a host: cuda_ipc carries, the others connect */
+    static const setting gpu_lanes = {"TLS", "cuda_ipc,cuda_copy,posix,sysv,cma,self"};
+    bool gpu = options->pool_kind == PD_MEMORY_CUDA;
+    bool shm = gpu || strcmp(options->transport, "shm") == 0;
     bool tcp = strcmp(options->transport, "tcp") == 0;
+    if (gpu && tcp) {
+        pd_log_error(
+            "msg=\"transfer: the KV pool lies in a GPU's memory, which tcp does not reach\" "
+            "transport=tcp");
+        return PD_E_UNSUPPORTED;
+    }
     if (!shm && if_nametoindex(network[0].value) == 0) {
         pd_log_error("msg=\"transfer: no such network device: %m\" device=%s", network[0].value);
         return PD_E_UNSUPPORTED;
     }
-    pd_status status = configure(config, shm ? &shm_lanes : tcp ? &tcp_lanes : &auto_lanes, 1);
+    pd_status status = configure(config,
+                                 gpu   ? &gpu_lanes
+                                 : shm ? &shm_lanes
+                                 : tcp ? &tcp_lanes
+                                       : &auto_lanes,
+                                 1);
     if (status == PD_OK && !tcp)
         status = configure(config, memory, COUNT(memory));
     if (status == PD_OK && !shm)
         status = configure(config, network, COUNT(network));
     return status;
+}
+
+/* Debian's UCX, for one, knows host memory only. */
+static pd_status check_memory(ucp_context_h context, const pd_transfer_options *options)
+{
+    ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
+    if (options->pool_kind == PD_MEMORY_HOST)
+        return PD_OK;
+    ucs_status_t ucs = ucp_context_query(context, &attr);
+    if (ucs == UCS_OK && (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0)
+        return PD_OK;
+    pd_log_error("msg=\"ucx: this UCX has no support for GPU memory, where the KV pool lies: it "
+                 "needs the modules cuda_ipc and cuda_copy\" version=%s",
+                 ucp_get_version_string());
+    return PD_E_UNSUPPORTED;
 }
 
 pd_status pd_ucx_context_create(const pd_transfer_options *options, ucp_context_h *context_out)
@@ -160,6 +189,8 @@ pd_status pd_ucx_context_create(const pd_transfer_options *options, ucp_context_
             status = PD_E_UNSUPPORTED;
         }
     }
+    if (status == PD_OK)
+        status = check_memory(*context_out, options);
     ucp_config_release(config);
     return status;
 }

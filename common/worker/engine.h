@@ -3,6 +3,7 @@
 /* common/worker/engine.h - what runs steps, as the runtime sees it. kernels/model/runner fills it;
  * common itself knows no kernels. */
 
+#include "common/base/memory_kind.h"
 #include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
 #include "common/worker/step.h"
@@ -10,28 +11,47 @@
 typedef struct pd_worker_engine pd_worker_engine;
 
 typedef struct pd_worker_engine_options {
-    const char *device;   /* "cpu", "cpu-ref", ... */
+    const char *device;   /* "cpu", "cpu-ref", "cuda:1", "auto", ... */
     uint32_t threads;     /* 0: one a usable core */
     uint32_t context_max; /* positions */
     uint32_t rows_max;    /* tokens of a step */
     uint32_t slices_max;  /* of a step */
-    pd_seal_tiles *tiles; /* of the pool, filled in as its blocks are written; NULL: nobody seals */
 } pd_worker_engine_options;
 
-/* Called on the compute thread when the KV of the step in every layer of the group is final. */
+/* Where an engine's KV pool must lie. */
+typedef struct pd_worker_pool {
+    void *memory; /* the engine's own; NULL: any host memory will do */
+    pd_memory_kind kind;
+} pd_worker_pool;
+
+/* Called on a thread of the engine's, groups in order, when the KV of the step in every layer of
+ * the group is final. */
 typedef void pd_step_group_fn(void *ctx, pd_step *step, uint32_t group);
 
+/* In the order of an engine's life; errors are logged. */
 typedef struct pd_worker_engine_ops {
-    /* file, layout and pool must outlive the engine. Errors are logged. */
+    /* file must outlive the engine. */
     pd_status (*create)(const pd_model_file *file, const pd_worker_engine_options *options,
-                        const pd_kv_layout *layout, void *pool, pd_worker_engine **engine_out);
-    void (*destroy)(pd_worker_engine *engine);
+                        pd_worker_engine **engine_out);
+    /* Memory for the pool, if it must be the engine's own; once. */
+    pd_status (*pool)(pd_worker_engine *engine, uint64_t bytes, pd_worker_pool *pool_out);
+    /* The pool that steps work on, before the first; layout is copied. seals: hashes are made for
+     * them as blocks are written. */
+    pd_status (*bind)(pd_worker_engine *engine, const pd_kv_layout *layout, void *pool, bool seals);
     /* Starts a step; at most two are under way. PD_E_OVERLOAD: more. group_done may be NULL. */
     pd_status (*run)(pd_worker_engine *engine, pd_step *step, pd_step_group_fn *group_done,
                      void *ctx);
     int (*fd)(const pd_worker_engine *engine); /* readable when poll has something */
     /* A finished step with its results filled in. PD_E_AGAIN: none. */
     pd_status (*poll)(pd_worker_engine *engine, pd_step **step_out);
-    const char *(*backend)(const pd_worker_engine *engine); /* "cpu-avx512" */
-    uint64_t (*bytes)(const pd_worker_engine *engine);      /* memory held */
+    /* Of the bound pool, on any thread, while steps run; until destroy. */
+    pd_sealer (*sealer)(pd_worker_engine *engine);
+    const char *(*backend)(const pd_worker_engine *engine); /* "cpu-avx512", "cuda NVIDIA H200" */
+    uint64_t (*bytes)(const pd_worker_engine *engine);      /* memory held, without the pool */
+    /* NULL: fine; else what broke its device for good: the worker must end. */
+    const char *(*broken)(const pd_worker_engine *engine);
+    /* No step runs any more, and none begins. */
+    void (*stop)(pd_worker_engine *engine);
+    /* Its pool goes too: whoever used it has ended. */
+    void (*destroy)(pd_worker_engine *engine);
 } pd_worker_engine_ops;

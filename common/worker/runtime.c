@@ -504,11 +504,26 @@ static void go_on_draining(worker *w, uint64_t now_ns)
     }
 }
 
+/* A device that has failed for good computes nothing more, and tells no truth about its memory. */
+static bool is_broken(worker *w)
+{
+    const char *why = w->setup.options->engine->broken(w->setup.engine);
+
+    if (why == NULL)
+        return false;
+    pd_log_error("msg=\"the device failed: this worker ends\" backend=\"%s\" reason=\"%s\"",
+                 w->setup.options->engine->backend(w->setup.engine), why);
+    stop(w, 1);
+    return true;
+}
+
 static void on_tick(void *ctx)
 {
     worker *w = ctx;
     uint64_t now_ns = pd_clock_now_ns();
 
+    if (is_broken(w))
+        return;
     fence_again(w);
     w->ops->on_tick(w->core, now_ns);
     uint64_t heard_ns = w->router_heard_ns + pd_own_pause_ns(&w->ticked_ns, now_ns);
@@ -612,8 +627,7 @@ static pd_status make_verifier(worker *w)
 {
     pd_verifier_options options = {
         .layout = &w->setup.layout,
-        .pool = pd_transfer_pool(w->setup.transfer),
-        .tiles = w->setup.tiles,
+        .sealer = w->setup.sealer,
     };
 
     if (w->ops->on_checked == NULL || !w->setup.deployment.transfer.seals)

@@ -140,15 +140,28 @@ static uint32_t threads_of(const pd_worker_setup *setup)
 
 static pd_status open_transfer(pd_worker_setup *setup)
 {
+    pd_worker_pool pool;
+    pd_status status = setup->options->engine->pool(
+        setup->engine, pd_transfer_pool_room(setup->layout.pool_bytes), &pool);
+
+    if (status != PD_OK) {
+        pd_log_error("msg=\"no memory for the KV pool on the engine's device\" status=%s "
+                     "pool_bytes=%llu",
+                     pd_status_name(status), (unsigned long long)setup->layout.pool_bytes);
+        return status;
+    }
+    setup->pool_kind = pool.kind;
     pd_transfer_options options = {
         .backend = setup->deployment.transfer.backend,
         .transport = setup->deployment.transfer.transport,
         .device = setup->deployment.transfer.device,
         .pool_bytes = setup->layout.pool_bytes,
+        .pool = pool.memory,
+        .pool_kind = pool.kind,
         .peers_max = PD_WORKER_PEERS_MAX,
         .incarnation = setup->incarnation,
     };
-    pd_status status = pd_transfer_create(&options, &setup->transfer);
+    status = pd_transfer_create(&options, &setup->transfer);
 
     if (status != PD_OK) {
         pd_log_error("msg=\"the transfer cannot start\" status=%s backend=%s transport=%s "
@@ -161,14 +174,32 @@ static pd_status open_transfer(pd_worker_setup *setup)
     return PD_OK;
 }
 
-static pd_status make_tiles(pd_worker_setup *setup)
+static pd_status create_engine(pd_worker_setup *setup)
 {
-    if (!setup->deployment.transfer.seals)
-        return PD_OK;
-    pd_status status = pd_seal_tiles_create(&setup->layout, &setup->tiles);
+    const pd_deployment_pool *pool = setup->pool;
+    pd_worker_engine_options options = {
+        .device = pool->device,
+        .threads = threads_of(setup),
+        .context_max = setup->context,
+        .rows_max = pool->chunk_tokens > pool->max_batch ? pool->chunk_tokens : pool->max_batch,
+        .slices_max = pool->max_batch,
+    };
+    pd_status status = setup->options->engine->create(setup->model, &options, &setup->engine);
+
     if (status != PD_OK)
-        pd_log_error("msg=\"no memory for the seals' hashes\" pool_bytes=%llu",
-                     (unsigned long long)setup->layout.pool_bytes);
+        pd_log_error("msg=\"the engine cannot start\" status=%s device=%s", pd_status_name(status),
+                     options.device);
+    return status;
+}
+
+static pd_status bind_engine(pd_worker_setup *setup)
+{
+    pd_status status = setup->options->engine->bind(setup->engine, &setup->layout,
+                                                    pd_transfer_pool(setup->transfer),
+                                                    setup->deployment.transfer.seals);
+
+    if (status == PD_OK && setup->deployment.transfer.seals)
+        setup->sealer = setup->options->engine->sealer(setup->engine);
     return status;
 }
 
@@ -189,74 +220,68 @@ static pd_status read_faults(pd_ship_faults *faults_out)
     return pd_ship_faults_parse(text, faults_out);
 }
 
+static pd_status create_shipper(pd_worker_setup *setup)
+{
+    pd_shipper_options options = {
+        .transfer = setup->transfer,
+        .layout = &setup->layout,
+        .incarnation = setup->incarnation,
+        .peers_max = PD_WORKER_PEERS_MAX,
+        .sealer = setup->sealer,
+    };
+    pd_status status = read_faults(&options.faults);
+
+    if (status != PD_OK)
+        return status;
+    if (setup->pool_kind != PD_MEMORY_HOST && (options.faults.every[PD_SHIP_FAULT_BIT] != 0 ||
+                                               options.faults.every[PD_SHIP_FAULT_OTHER] != 0)) {
+        pd_log_error("msg=\"KVFERRY_FAULTS bit and other look at the KV pool's bytes, which lie in "
+                     "a GPU's memory\"");
+        return PD_E_UNSUPPORTED;
+    }
+    status = pd_ship_create(&options, &setup->shipper);
+    if (status != PD_OK)
+        pd_log_error("msg=\"no memory to ship with\"");
+    return status;
+}
+
 pd_status pd_worker_setup_open(pd_worker_setup *setup)
 {
-    const pd_worker_options *options = setup->options;
+    const pd_worker_engine_ops *engine = setup->options->engine;
     pd_status status = open_model(setup);
 
     setup->incarnation = pd_random_id();
     if (status == PD_OK)
         status = make_layout(setup);
     if (status == PD_OK)
+        status = create_engine(setup);
+    if (status == PD_OK)
         status = open_transfer(setup);
     if (status == PD_OK)
-        status = make_tiles(setup);
+        status = bind_engine(setup);
+    if (status == PD_OK)
+        status = create_shipper(setup);
     if (status != PD_OK)
         return status;
-    uint32_t rows = setup->pool->chunk_tokens > setup->pool->max_batch ? setup->pool->chunk_tokens
-                                                                       : setup->pool->max_batch;
-    pd_worker_engine_options engine = {
-        .device = setup->pool->device,
-        .threads = threads_of(setup),
-        .context_max = setup->context,
-        .rows_max = rows,
-        .slices_max = setup->pool->max_batch,
-        .tiles = setup->tiles,
-    };
-    status = options->engine->create(setup->model, &engine, &setup->layout,
-                                     pd_transfer_pool(setup->transfer), &setup->engine);
-    if (status != PD_OK) {
-        pd_log_error("msg=\"the engine cannot start\" status=%s device=%s", pd_status_name(status),
-                     engine.device);
-        return status;
-    }
-    pd_ship_faults faults;
-    status = read_faults(&faults);
-    if (status != PD_OK)
-        return status;
-    pd_shipper_options shipper = {
-        .transfer = setup->transfer,
-        .layout = &setup->layout,
-        .incarnation = setup->incarnation,
-        .peers_max = PD_WORKER_PEERS_MAX,
-        .seals = setup->deployment.transfer.seals,
-        .tiles = setup->tiles,
-        .faults = faults,
-    };
-    status = pd_ship_create(&shipper, &setup->shipper);
-    if (status != PD_OK) {
-        pd_log_error("msg=\"no memory to ship with\"");
-        return status;
-    }
-    pd_log_info("msg=\"loaded\" model=%s backend=%s threads=%u context=%u blocks=%u "
-                "pool_bytes=%llu seal_bytes=%llu engine_bytes=%llu",
-                setup->deployment.model.name, options->engine->backend(setup->engine),
-                engine.threads, setup->context, setup->layout.blocks,
-                (unsigned long long)setup->layout.pool_bytes,
-                (unsigned long long)(setup->tiles == NULL ? 0 : pd_seal_tiles_bytes(setup->tiles)),
-                (unsigned long long)options->engine->bytes(setup->engine));
+    pd_log_info("msg=\"loaded\" model=%s backend=\"%s\" threads=%u context=%u blocks=%u "
+                "pool_bytes=%llu engine_bytes=%llu",
+                setup->deployment.model.name, engine->backend(setup->engine), threads_of(setup),
+                setup->context, setup->layout.blocks, (unsigned long long)setup->layout.pool_bytes,
+                (unsigned long long)engine->bytes(setup->engine));
     return PD_OK;
 }
 
 void pd_worker_setup_close(pd_worker_setup *setup)
 {
-    /* The engine first: its thread writes the pool. */
+    /* The engine's thread first, for it writes the pool; the pool, which may be the engine's, goes
+     * when nobody else has it any more. */
     if (setup->engine != NULL)
-        setup->options->engine->destroy(setup->engine);
+        setup->options->engine->stop(setup->engine);
     pd_ship_destroy(setup->shipper);
     if (setup->transfer != NULL)
         pd_transfer_destroy(setup->transfer);
-    pd_seal_tiles_destroy(setup->tiles);
+    if (setup->engine != NULL)
+        setup->options->engine->destroy(setup->engine);
     if (setup->model != NULL)
         pd_model_file_close(setup->model);
     if (setup->deployed)

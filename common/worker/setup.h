@@ -2,11 +2,10 @@
 
 /* common/worker/setup.h - the parts a worker is made of, opened in order, each failure one line.
  *
- * Memory is taken here: weights by the engine, the KV pool by the transfer; what was taken is
- * logged with a line's figures. One thread. */
+ * Memory is taken here: weights by the engine, the KV pool by the engine where it wants one of its
+ * own, else by the transfer; what was taken is logged with a line's figures. One thread. */
 
 #include "common/config/deployment.h"
-#include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
 #include "common/transfer/transfer.h"
 #include "common/worker/engine.h"
@@ -32,8 +31,9 @@ typedef struct pd_worker_setup {
     pd_model_file *model;
     pd_kv_layout layout;
     pd_transfer *transfer;
-    pd_seal_tiles *tiles; /* NULL: seals are off */
     pd_worker_engine *engine;
+    pd_memory_kind pool_kind;
+    pd_sealer sealer; /* all NULL: seals are off */
     pd_shipper *shipper;
 } pd_worker_setup;
 

@@ -96,6 +96,7 @@ struct pd_shipper {
     shipment *done_head, *done_tail;
     notify *failed_head, *failed_tail; /* their events are owed */
     pd_ship_stats stats;
+    pd_seal_item seal_items[PD_NOTICE_SEALS_MAX]; /* of the part being sealed */
 };
 
 #define NO_SLOT UINT32_MAX
@@ -558,11 +559,13 @@ static pd_status part_put(pd_shipper *shipper, pd_peer peer, part *p)
 
 /* The one place where seals of blocks that leave are made. seals: [groups][blocks][slices] of the
  * part. */
-static void part_seal(const pd_shipper *shipper, const pd_ship_puts *p, uint32_t slices,
-                      uint32_t last_valid, uint64_t *seals)
+static pd_status part_seal(pd_shipper *shipper, const pd_ship_puts *p, uint32_t slices,
+                           uint32_t last_valid, uint64_t *seals)
 {
     const pd_kv_layout *layout = shipper->options.layout;
+    const pd_sealer *sealer = &shipper->options.sealer;
     const pd_request_key *key = &p->what->key;
+    uint64_t start_ns = pd_clock_now_ns();
     pd_seal_place place = {.request = pd_ship_seal_request(key),
                            .layout_fingerprint = shipper->layout_fingerprint};
     uint32_t heads = layout->kv_heads / slices, n = 0;
@@ -575,16 +578,17 @@ static void part_seal(const pd_shipper *shipper, const pd_ship_puts *p, uint32_t
             place.block_index = p->what->first + p->block + i;
             place.valid_tokens = i + 1 == p->blocks ? last_valid : layout->block_tokens;
             for (uint32_t slice = 0; slice < slices; slice++) {
-                pd_seal_item item = {.block = p->what->sources[p->block + i],
-                                     .head_from = slice * heads,
-                                     .head_to = (slice + 1) * heads,
-                                     .place = place};
-                item.place.epoch = key->epoch - (wrong && slice == p->fault_slice);
-                pd_seal_items(layout, pd_transfer_pool(shipper->options.transfer),
-                              shipper->options.tiles, &item, 1, &seals[n++]);
+                place.epoch = key->epoch - (wrong && slice == p->fault_slice);
+                shipper->seal_items[n++] = (pd_seal_item){.block = p->what->sources[p->block + i],
+                                                          .head_from = slice * heads,
+                                                          .head_to = (slice + 1) * heads,
+                                                          .place = place};
             }
         }
     }
+    pd_status status = sealer->seal(sealer->ctx, shipper->seal_items, n, seals);
+    shipper->stats.seal_ns += pd_clock_now_ns() - start_ns;
+    return status;
 }
 
 static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
@@ -605,13 +609,13 @@ static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
         .first_block = what->first + p->put.block,
         .count = p->put.blocks,
         .valid_tokens = last ? what->valid_tokens : shipper->options.layout->block_tokens,
-        .seals = shipper->options.seals ? seals : NULL,
+        .seals = shipper->options.sealer.seal != NULL ? seals : NULL,
     };
 
-    if (shipper->options.seals) {
-        uint64_t start_ns = pd_clock_now_ns();
-        part_seal(shipper, &p->put, slices, notice.valid_tokens, seals);
-        shipper->stats.seal_ns += pd_clock_now_ns() - start_ns;
+    if (notice.seals != NULL) {
+        pd_status status = part_seal(shipper, &p->put, slices, notice.valid_tokens, seals);
+        if (status != PD_OK)
+            return status;
     }
     if (p->put.fault == PD_SHIP_FAULT_COUNT)
         notice.valid_tokens = notice.valid_tokens > 1 ? notice.valid_tokens - 1 : 2;

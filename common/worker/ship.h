@@ -25,8 +25,7 @@ typedef struct pd_shipper_options {
     const pd_kv_layout *layout;   /* the peers' are alike but for blocks and ranks */
     uint64_t incarnation;         /* in every notice */
     uint32_t peers_max;           /* the transfer's */
-    bool seals;                   /* notices carry seals */
-    const pd_seal_tiles *tiles;   /* for seals; NULL: they are made from the bytes */
+    pd_sealer sealer;             /* of the own pool; seal NULL: notices carry no seals */
     pd_ship_faults faults;        /* all 0: none */
     uint32_t shipments_max;       /* that wait or are on their way; 0: 4096 */
     uint64_t credit_bytes;        /* posted and not landed, a peer, at most; 0: 8 MiB */

@@ -17,9 +17,9 @@ typedef struct slot {
 
 struct pd_verifier {
     pd_kv_layout layout;
-    const void *pool;
-    pd_seal_tiles *tiles;
+    pd_sealer sealer;
     uint64_t layout_fingerprint;
+    pd_seal_item items[PD_NOTICE_SEALS_MAX]; /* of the check being looked at */
     slot *slots; /* [PD_VERIFIER_CHECKS_MAX], used in turn: checks keep their order */
     uint32_t submitted, polled;   /* loop thread */
     pd_queue *waiting, *finished; /* uint32_t slot; pd_checked */
@@ -32,53 +32,49 @@ enum { NO_SLOT = UINT32_MAX }; /* in the queue: the thread ends */
 
 /* ---- the verifier's thread ---- */
 
-/* The first slice of the block that does not match its seal; check->slices: all do. */
-static uint32_t bad_slice(const pd_verifier *v, const pd_check *check, uint32_t group, uint32_t at)
+/* One item a seal, in the seals' order. */
+static uint32_t itemize(pd_verifier *v, const pd_check *check)
 {
-    uint32_t slices = check->slices, bad;
     uint64_t heads = v->layout.kv_heads;
-    const uint64_t *seals =
-        check->seals + ((size_t)(group - check->group_first) * check->count + at) * slices;
-    pd_seal_place place = {
-        .request = pd_ship_seal_request(&check->key),
-        .epoch = check->key.epoch,
-        .group = group,
-        .block_index = check->first + at,
-        .valid_tokens = at + 1 == check->count ? check->valid_tokens : v->layout.block_tokens,
-        .layout_fingerprint = v->layout_fingerprint,
-    };
+    uint32_t n = 0;
 
-    for (uint32_t slice = 0; slice < slices; slice++) {
-        pd_seal_item item = {.block = check->blocks[at],
-                             .head_from = (uint32_t)(slice * heads / slices),
-                             .head_to = (uint32_t)((slice + 1) * heads / slices),
-                             .place = place};
-        if (pd_seal_check_items(&v->layout, v->pool, v->tiles, &item, 1, &seals[slice], &bad) !=
-            PD_OK)
-            return slice;
-    }
-    return slices;
-}
-
-/* False: the verifier is being destroyed, and nobody asks for the answer any more. */
-static bool look_at(const pd_verifier *v, const pd_check *check, pd_checked *checked_out)
-{
-    *checked_out = (pd_checked){.ticket = check->ticket, .good = true};
-    for (uint32_t group = check->group_first; group < check->group_first + check->groups; group++) {
-        for (uint32_t at = 0; at < check->count; at++) {
-            if (atomic_load_explicit(&v->stop, memory_order_relaxed))
-                return false;
-            uint32_t slice = bad_slice(v, check, group, at);
-            if (slice == check->slices)
-                continue;
-            checked_out->good = false;
-            checked_out->bad_slice = slice;
-            checked_out->bad_group = group;
-            checked_out->bad_block = check->first + at;
-            return true;
+    for (uint32_t g = 0; g < check->groups; g++) {
+        for (uint32_t i = 0; i < check->count; i++) {
+            pd_seal_place place = {
+                .request = pd_ship_seal_request(&check->key),
+                .epoch = check->key.epoch,
+                .group = check->group_first + g,
+                .block_index = check->first + i,
+                .valid_tokens =
+                    i + 1 == check->count ? check->valid_tokens : v->layout.block_tokens,
+                .layout_fingerprint = v->layout_fingerprint,
+            };
+            for (uint32_t s = 0; s < check->slices; s++)
+                v->items[n++] = (pd_seal_item){
+                    .block = check->blocks[i],
+                    .head_from = (uint32_t)(s * heads / check->slices),
+                    .head_to = (uint32_t)((s + 1) * heads / check->slices),
+                    .place = place,
+                };
         }
     }
-    return true;
+    return n;
+}
+
+static pd_checked look_at(pd_verifier *v, const pd_check *check)
+{
+    uint32_t bad = 0, count = itemize(v, check);
+    pd_status status = v->sealer.check(v->sealer.ctx, v->items, count, check->seals, &bad);
+
+    if (status != PD_OK && status != PD_E_MISMATCH)
+        bad = 0;
+    return (pd_checked){
+        .ticket = check->ticket,
+        .good = status == PD_OK,
+        .bad_group = status == PD_OK ? 0 : v->items[bad].place.group,
+        .bad_block = status == PD_OK ? 0 : v->items[bad].place.block_index,
+        .bad_slice = bad % check->slices,
+    };
 }
 
 static void *verifier_main(void *arg)
@@ -89,9 +85,9 @@ static void *verifier_main(void *arg)
         uint32_t at;
         pd_queue_drain_fd(v->waiting);
         while (pd_queue_pop(v->waiting, &at) == PD_OK) {
-            pd_checked checked;
-            if (at == NO_SLOT || !look_at(v, &v->slots[at].check, &checked))
+            if (at == NO_SLOT || atomic_load_explicit(&v->stop, memory_order_relaxed))
                 return NULL;
+            pd_checked checked = look_at(v, &v->slots[at].check);
             pd_status status = pd_queue_push(v->finished, &checked);
             pd_assert(status == PD_OK); /* it holds as many as there are slots */
         }
@@ -131,8 +127,7 @@ pd_status pd_verifier_create(const pd_verifier_options *options, pd_verifier **v
     if (v == NULL)
         return PD_E_NOMEM;
     v->layout = *options->layout;
-    v->pool = options->pool;
-    v->tiles = options->tiles;
+    v->sealer = options->sealer;
     v->layout_fingerprint = pd_kv_layout_fingerprint(&v->layout);
     pd_status status = start(v);
     if (status != PD_OK) {

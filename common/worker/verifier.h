@@ -4,7 +4,7 @@
  *
  * The loop thread submits checks and polls for what came of them, in the order submitted. All
  * memory is taken at creation: PD_VERIFIER_CHECKS_MAX checks may be between submit and poll. The
- * thread reads the pool at memory speed, so that the loop never waits for it; whoever submits
+ * thread has the pool read at memory speed, and the loop never waits for it; whoever submits
  * keeps the blocks from being written until it has polled the answer. */
 
 #include "common/kv/seal.h"
@@ -16,14 +16,13 @@ typedef struct pd_verifier pd_verifier;
 
 typedef struct pd_verifier_options {
     const pd_kv_layout *layout; /* copied */
-    const void *pool;           /* outlives the verifier, as do tiles */
-    pd_seal_tiles *tiles;       /* learns the hashes of blocks that match; may be NULL */
+    pd_sealer sealer;           /* of the pool; what it stands for outlives the verifier */
 } pd_verifier_options;
 
 /* Errors: PD_E_NOMEM, PD_E_IO (no thread, no eventfd; logged). */
 PD_CHECKED pd_status pd_verifier_create(const pd_verifier_options *options,
                                         pd_verifier **verifier_out);
-/* Ends the thread after the block it looks at; what was not polled is forgotten. NULL is fine. */
+/* Ends the thread after the check it looks at; what was not polled is forgotten. NULL is fine. */
 void pd_verifier_destroy(pd_verifier *verifier);
 
 /* What check points to is copied. Slice s of check->slices covers the KV heads
@@ -34,5 +33,5 @@ PD_CHECKED pd_status pd_verifier_submit(pd_verifier *verifier, const pd_check *c
 /* Readable when poll may have something. */
 int pd_verifier_fd(const pd_verifier *verifier);
 /* PD_E_AGAIN: nothing is ready. The first mismatch is the one of the lowest group, and in it of the
- * lowest block. */
+ * lowest block; a check that could not be made is answered as not good. */
 PD_CHECKED pd_status pd_verifier_poll(pd_verifier *verifier, pd_checked *checked_out);

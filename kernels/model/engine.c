@@ -4,6 +4,7 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/base/queue.h"
+#include "kernels/plugins.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -15,80 +16,29 @@
 #define UNPOLLED_MAX 64
 
 struct kern_engine {
-    kern_model *model;
-    const pd_kv_layout *layout; /* own copy below */
-    pd_kv_layout layout_copy;
-    void *pool;
-    pd_seal_tiles *tiles;
-    uint32_t vocab, rows_max, logits_rows_max;
+    const kern_backend *backend;
+    kern_loaded *model;
+    void *pool; /* the backend's, from pool_alloc */
+    bool bound;
     pd_queue *waiting, *finished; /* kern_job *; a NULL job ends the thread */
     uint32_t unpolled;            /* loop thread */
     atomic_uint waiting_count;
     atomic_bool stop; /* what waits is not begun any more */
     pthread_t thread;
     bool thread_started;
-    /* compute thread */
-    kern_slice *slices;   /* [rows_max] */
-    float *logits;        /* [logits_rows_max][vocab] */
-    uint64_t *sort_space; /* [vocab] */
 };
-
-/* The job's slices as the model takes them; rows to sample from get room in the engine's logits. */
-static pd_status prepare(kern_engine *engine, kern_job *job)
-{
-    uint32_t own_rows = 0;
-
-    if (job->slices_count > engine->rows_max)
-        return PD_E_TOO_LARGE;
-    for (uint32_t i = 0; i < job->slices_count; i++) {
-        kern_slice *slice = &job->slices[i].slice;
-        if (job->slices[i].want_token && slice->logits == NULL) {
-            if (own_rows == engine->logits_rows_max)
-                return PD_E_TOO_LARGE;
-            slice->logits_from = slice->count - 1;
-            engine->slices[i] = *slice;
-            engine->slices[i].logits = engine->logits + (size_t)own_rows++ * engine->vocab;
-            continue;
-        }
-        engine->slices[i] = *slice;
-    }
-    return PD_OK;
-}
-
-static void sample(kern_engine *engine, kern_job *job)
-{
-    for (uint32_t i = 0; i < job->slices_count; i++) {
-        const kern_slice *slice = &engine->slices[i];
-        if (!job->slices[i].want_token)
-            continue;
-        const float *logits =
-            slice->logits + (size_t)(slice->count - 1 - slice->logits_from) * engine->vocab;
-        job->slices[i].token_out = kern_sample(&job->slices[i].sampling, logits, engine->vocab,
-                                               slice->position + slice->count, engine->sort_space);
-    }
-}
 
 static void run_job(kern_engine *engine, kern_job *job)
 {
-    kern_step step = {
-        .layout = engine->layout,
-        .pool = engine->pool,
-        .tiles = engine->tiles,
-        .slices = engine->slices,
+    kern_backend_step step = {
+        .slices = job->slices,
         .slices_count = job->slices_count,
         .group_done = job->group_done,
         .group_done_ctx = job->group_done_ctx,
     };
 
     job->started_ns = pd_clock_now_ns();
-    job->status = prepare(engine, job);
-    if (job->status == PD_OK)
-        job->status = kern_model_step(engine->model, &step);
-    else
-        pd_log_error("msg=\"engine: job has more rows than the engine was made for\" slices=%u",
-                     job->slices_count);
-    if (job->status == PD_OK)
-        sample(engine, job);
+    job->status = engine->backend->step(engine->model, &step);
     job->finished_ns = pd_clock_now_ns();
 }
 
@@ -111,50 +61,58 @@ static void *engine_main(void *arg)
     }
 }
 
-static pd_status allocate(kern_engine *engine, const pd_model_file *file,
-                          const kern_options *options)
+static pd_status load(kern_engine *engine, const pd_model_file *file,
+                      const kern_engine_options *options)
 {
-    pd_status status = kern_model_create(file, options, &engine->model);
+    kern_choice choice;
+    pd_status status = kern_backend_choose(options->device, &choice);
 
     if (status != PD_OK)
         return status;
-    engine->slices = pd_calloc(engine->rows_max, sizeof *engine->slices);
-    engine->logits =
-        pd_calloc(engine->logits_rows_max, (size_t)engine->vocab * sizeof *engine->logits);
-    engine->sort_space = pd_calloc(engine->vocab, sizeof *engine->sort_space);
-    if (engine->slices == NULL || engine->logits == NULL || engine->sort_space == NULL)
-        return PD_E_NOMEM;
-    status = pd_queue_create(sizeof(kern_job *), WAITING_MAX + 2, &engine->waiting);
-    if (status == PD_OK)
-        status = pd_queue_create(sizeof(kern_job *), UNPOLLED_MAX + 1, &engine->finished);
-    return status;
+    kern_backend_options backend = {
+        .device = choice.device,
+        .variant = choice.variant,
+        .threads = options->threads,
+        .context_max = options->context_max,
+        .rows_max = options->rows_max,
+        .slices_max = options->slices_max,
+        .logits_rows_max = options->logits_rows_max,
+        .rank = options->rank,
+        .ranks = options->ranks,
+        .comm = options->comm,
+    };
+    engine->backend = choice.backend;
+    return engine->backend->create(file, &backend, &engine->model);
 }
 
-pd_status kern_engine_create(const pd_model_file *file, const kern_options *options,
-                             const pd_kv_layout *layout, void *pool, pd_seal_tiles *tiles,
+static pd_status start(kern_engine *engine)
+{
+    pd_status status = pd_queue_create(sizeof(kern_job *), WAITING_MAX + 2, &engine->waiting);
+
+    if (status == PD_OK)
+        status = pd_queue_create(sizeof(kern_job *), UNPOLLED_MAX + 1, &engine->finished);
+    if (status != PD_OK)
+        return status;
+    int error = pthread_create(&engine->thread, NULL, engine_main, engine);
+    if (error != 0) {
+        errno = error;
+        pd_log_error("msg=\"engine: cannot start the compute thread: %m\"");
+        return PD_E_IO;
+    }
+    engine->thread_started = true;
+    return PD_OK;
+}
+
+pd_status kern_engine_create(const pd_model_file *file, const kern_engine_options *options,
                              kern_engine **engine_out)
 {
     kern_engine *engine = pd_calloc(1, sizeof *engine);
 
     if (engine == NULL)
         return PD_E_NOMEM;
-    engine->layout_copy = *layout;
-    engine->layout = &engine->layout_copy;
-    engine->pool = pool;
-    engine->tiles = tiles;
-    engine->vocab = pd_model_file_shape(file)->vocab;
-    engine->rows_max = options->rows_max;
-    engine->logits_rows_max = options->logits_rows_max;
-    pd_status status = allocate(engine, file, options);
-    if (status == PD_OK) {
-        int error = pthread_create(&engine->thread, NULL, engine_main, engine);
-        if (error != 0) {
-            errno = error;
-            pd_log_error("msg=\"engine: cannot start the compute thread: %m\"");
-            status = PD_E_IO;
-        }
-        engine->thread_started = error == 0;
-    }
+    pd_status status = load(engine, file, options);
+    if (status == PD_OK)
+        status = start(engine);
     if (status != PD_OK) {
         kern_engine_destroy(engine);
         return status;
@@ -163,30 +121,66 @@ pd_status kern_engine_create(const pd_model_file *file, const kern_options *opti
     return PD_OK;
 }
 
-void kern_engine_destroy(kern_engine *engine)
+void kern_engine_stop(kern_engine *engine)
 {
     kern_job *last = NULL;
 
+    if (!engine->thread_started)
+        return;
+    atomic_store(&engine->stop, true);
+    pd_status status = pd_queue_push(engine->waiting, &last);
+    pd_assert(status == PD_OK); /* the queue has room for one more than may wait */
+    pthread_join(engine->thread, NULL);
+    engine->thread_started = false;
+}
+
+void kern_engine_destroy(kern_engine *engine)
+{
     if (engine == NULL)
         return;
-    if (engine->thread_started) {
-        atomic_store(&engine->stop, true);
-        pd_status status = pd_queue_push(engine->waiting, &last);
-        pd_assert(status == PD_OK); /* the queue has room for one more than may wait */
-        pthread_join(engine->thread, NULL);
-    }
+    kern_engine_stop(engine);
     pd_queue_destroy(engine->waiting);
     pd_queue_destroy(engine->finished);
-    pd_free(engine->slices);
-    pd_free(engine->logits);
-    pd_free(engine->sort_space);
-    kern_model_destroy(engine->model);
+    if (engine->pool != NULL)
+        engine->backend->pool_free(engine->model, engine->pool);
+    if (engine->backend != NULL)
+        engine->backend->destroy(engine->model);
     pd_free(engine);
 }
 
+/* --- the pool --- */
+
+pd_memory_kind kern_engine_pool_kind(const kern_engine *engine)
+{
+    return engine->backend->pool_kind;
+}
+
+pd_status kern_engine_pool_alloc(kern_engine *engine, uint64_t bytes, void **pool_out)
+{
+    pd_assert(engine->pool == NULL);
+    if (engine->backend->pool_own) {
+        pd_status status = engine->backend->pool_alloc(engine->model, bytes, &engine->pool);
+        if (status != PD_OK)
+            return status;
+    }
+    *pool_out = engine->pool;
+    return PD_OK;
+}
+
+pd_status kern_engine_bind(kern_engine *engine, const pd_kv_layout *layout, void *pool, bool seals)
+{
+    pd_assert(!engine->bound && (engine->pool == NULL || engine->pool == pool));
+    pd_assert(engine->pool != NULL || !engine->backend->pool_own);
+    pd_status status = engine->backend->bind(engine->model, layout, pool, seals);
+    engine->bound = status == PD_OK;
+    return status;
+}
+
+/* --- the loop's side --- */
+
 pd_status kern_engine_submit(kern_engine *engine, kern_job *job)
 {
-    pd_assert(job != NULL);
+    pd_assert(job != NULL && engine->bound && engine->thread_started);
     if (atomic_load(&engine->waiting_count) >= WAITING_MAX || engine->unpolled >= UNPOLLED_MAX)
         return PD_E_OVERLOAD;
     atomic_fetch_add(&engine->waiting_count, 1);
@@ -221,13 +215,43 @@ pd_status kern_engine_poll(kern_engine *engine, kern_job **job_out)
     return PD_OK;
 }
 
+/* --- seals --- */
+
+static pd_status engine_seal(void *ctx, const pd_seal_item *items, uint32_t count,
+                             uint64_t *seals_out)
+{
+    const kern_engine *engine = ctx;
+
+    return engine->backend->seal(engine->model, items, count, seals_out);
+}
+
+static pd_status engine_check(void *ctx, const pd_seal_item *items, uint32_t count,
+                              const uint64_t *seals, uint32_t *bad_out)
+{
+    const kern_engine *engine = ctx;
+
+    return engine->backend->check(engine->model, items, count, seals, bad_out);
+}
+
+pd_sealer kern_engine_sealer(kern_engine *engine)
+{
+    pd_assert(engine->bound);
+    return (pd_sealer){.ctx = engine, .seal = engine_seal, .check = engine_check};
+}
+
+/* --- what it is --- */
+
 const char *kern_engine_backend(const kern_engine *engine)
 {
-    return kern_model_backend(engine->model);
+    return engine->backend->describe(engine->model);
 }
 
 uint64_t kern_engine_bytes(const kern_engine *engine)
 {
-    return kern_model_bytes(engine->model) +
-           (uint64_t)engine->logits_rows_max * engine->vocab * sizeof(float);
+    return engine->backend->bytes(engine->model);
+}
+
+const char *kern_engine_broken(const kern_engine *engine)
+{
+    return engine->backend->broken(engine->model);
 }

@@ -1,28 +1,29 @@
 #pragma once
 
-/* kernels/model/engine.h - a model on a compute thread of its own.
+/* kernels/model/engine.h - a model on a backend, on a compute thread of its own.
  *
  * The loop thread submits jobs (one step each) and polls for finished ones; jobs run in the order
  * submitted. A job and everything it points to is the engine's from submit until poll hands it
- * back. */
+ * back.
+ *
+ * Its life: create - pool_alloc where the backend wants a pool of its own - bind - jobs, seals and
+ * checks - stop - whoever used the pool ends - destroy. */
 
-#include "kernels/model/forward.h"
-#include "kernels/model/sample.h"
+#include "kernels/backend.h"
 
 typedef struct kern_engine kern_engine;
 
-typedef struct kern_job_slice {
-    kern_slice slice; /* logits may be NULL: the engine has its own for sampling */
-    bool want_token;  /* sample after the slice's last row */
-    kern_sampling sampling;
-    uint32_t token_out; /* the token at position slice.position + slice.count */
-} kern_job_slice;
+typedef struct kern_engine_options {
+    const char *device; /* as in kernels/plugins.h */
+    uint32_t threads, context_max, rows_max, slices_max, logits_rows_max; /* as the backend's */
+    uint32_t rank, ranks;
+    struct kern_comm *comm;
+} kern_engine_options;
 
 typedef struct kern_job {
-    kern_job_slice *slices; /* [slices_count]; slice.logits_from is set by the engine when
-                               want_token and logits is NULL */
+    kern_job_slice *slices; /* [slices_count] */
     uint32_t slices_count;
-    kern_group_done_fn *group_done; /* on the compute thread */
+    kern_group_done_fn *group_done; /* on the compute thread or one of the backend's, in order */
     void *group_done_ctx;
     void *user; /* the submitter's */
     /* results */
@@ -30,19 +31,36 @@ typedef struct kern_job {
     uint64_t started_ns, finished_ns;
 } kern_job;
 
-/* The model is loaded on the calling thread (file must outlive the engine); pool is laid out by
- * layout, and tiles (may be NULL) are its hashes, see kern_step. Errors as kern_model_create,
- * PD_E_IO (no thread). */
-PD_CHECKED pd_status kern_engine_create(const pd_model_file *file, const kern_options *options,
-                                        const pd_kv_layout *layout, void *pool,
-                                        pd_seal_tiles *tiles, kern_engine **engine_out);
-/* Waits for the job that is running; jobs not yet polled are forgotten, not freed. */
+/* The model is loaded on the calling thread (file must outlive the engine). Errors as
+ * kern_backend_choose and the backend's create, PD_E_IO (no thread). */
+PD_CHECKED pd_status kern_engine_create(const pd_model_file *file,
+                                        const kern_engine_options *options,
+                                        kern_engine **engine_out);
+/* Waits for the job that is running; none is begun any more. Jobs not yet polled are forgotten, not
+ * freed. Seals and checks may still be asked for. */
+void kern_engine_stop(kern_engine *engine);
+/* Stops it; frees its pool. NULL is fine. */
 void kern_engine_destroy(kern_engine *engine);
+
+/* Of the pool that the backend wants. */
+pd_memory_kind kern_engine_pool_kind(const kern_engine *engine);
+/* A pool in memory of the backend's, the engine's until destroy; *pool_out is NULL where any host
+ * memory will do. Once at most. */
+PD_CHECKED pd_status kern_engine_pool_alloc(kern_engine *engine, uint64_t bytes, void **pool_out);
+/* Before the first job, seal or check; once. As the backend's bind. */
+PD_CHECKED pd_status kern_engine_bind(kern_engine *engine, const pd_kv_layout *layout, void *pool,
+                                      bool seals);
 
 /* PD_E_OVERLOAD when 8 jobs wait already. */
 PD_CHECKED pd_status kern_engine_submit(kern_engine *engine, kern_job *job);
 int kern_engine_fd(const kern_engine *engine);
 /* PD_E_AGAIN: none has finished. */
 PD_CHECKED pd_status kern_engine_poll(kern_engine *engine, kern_job **job_out);
+
+/* Makes and checks seals of the bound pool, on any thread, while steps run. */
+pd_sealer kern_engine_sealer(kern_engine *engine);
+
+/* As the backend's describe, bytes and broken. */
 const char *kern_engine_backend(const kern_engine *engine);
 uint64_t kern_engine_bytes(const kern_engine *engine);
+const char *kern_engine_broken(const kern_engine *engine);

@@ -1,14 +1,14 @@
 #pragma once
 
-/* kernels/model/forward.h - a batch of tokens through the layers of a llama-shaped model.
+/* kernels/model/forward.h - a batch of tokens through the layers of a llama-shaped model, on the
+ * host.
  *
- * One model an engine thread. The KV pool is memory laid out by common/kv/layout and owned by the
+ * One model a stepping thread. The KV pool is memory laid out by common/kv/layout and owned by the
  * caller. A step takes rows (tokens) of several sequences: prefill chunks and decode steps are the
  * same thing with other counts. A row's result is bit for bit the same whatever shares its step,
  * however the prompt was cut into chunks, with any number of threads and any instruction set. */
 
-#include "common/kv/seal.h"
-#include "common/model_file/model_file.h"
+#include "kernels/backend.h"
 
 typedef struct kern_model kern_model;
 
@@ -30,28 +30,13 @@ void kern_model_destroy(kern_model *model);
 const char *kern_model_backend(const kern_model *model); /* "cpu-avx512", ... */
 uint64_t kern_model_bytes(const kern_model *model);      /* memory held */
 
-/* A part of one sequence: tokens at positions position .. position + count - 1. The KV of all
- * positions before is in the pool; this step's is written to it. */
-typedef struct kern_slice {
-    const uint32_t *tokens; /* [count] */
-    uint32_t count;
-    uint32_t position;      /* of tokens[0] */
-    const pd_block *blocks; /* block table from position 0; covers position + count tokens */
-    uint32_t logits_from; /* rows logits_from .. count - 1 of this slice get logits (count: none) */
-    float *logits;        /* [count - logits_from][vocab], written; NULL when none */
-} kern_slice;
-
-/* Called on the stepping thread when every layer of the group is done for all rows: its KV in the
- * pool is final for this step. */
-typedef void kern_group_done_fn(void *ctx, uint32_t group);
-
 typedef struct kern_step {
     const pd_kv_layout *layout;
     void *pool;           /* layout->pool_bytes */
     pd_seal_tiles *tiles; /* of the pool: hashed as K and V are written; NULL: nobody seals */
     const kern_slice *slices;
     uint32_t slices_count;
-    kern_group_done_fn *group_done; /* may be NULL */
+    kern_group_done_fn *group_done; /* on the stepping thread; may be NULL */
     void *group_done_ctx;
 } kern_step;
 

@@ -30,16 +30,15 @@ static void runner_destroy(pd_worker_engine *engine)
 }
 
 static pd_status runner_create(const pd_model_file *file, const pd_worker_engine_options *options,
-                               const pd_kv_layout *layout, void *pool,
                                pd_worker_engine **engine_out)
 {
     pd_worker_engine *engine = pd_calloc(1, sizeof *engine);
-    kern_options kernel = {
+    kern_engine_options kernel = {
         .device = options->device,
         .threads = options->threads,
         .context_max = options->context_max,
         .rows_max = options->rows_max,
-        .logits_rows_max = options->slices_max,
+        .slices_max = options->slices_max,
     };
 
     if (engine == NULL)
@@ -48,13 +47,39 @@ static pd_status runner_create(const pd_model_file *file, const pd_worker_engine
     engine->slices = pd_calloc((size_t)JOBS * options->slices_max, sizeof *engine->slices);
     pd_status status = engine->slices == NULL ? PD_E_NOMEM : PD_OK;
     if (status == PD_OK)
-        status = kern_engine_create(file, &kernel, layout, pool, options->tiles, &engine->engine);
+        status = kern_engine_create(file, &kernel, &engine->engine);
     if (status != PD_OK) {
         runner_destroy(engine);
         return status;
     }
     *engine_out = engine;
     return PD_OK;
+}
+
+static void runner_stop(pd_worker_engine *engine)
+{
+    kern_engine_stop(engine->engine);
+}
+
+static pd_status runner_pool(pd_worker_engine *engine, uint64_t bytes, pd_worker_pool *pool_out)
+{
+    pd_worker_pool pool = {.kind = kern_engine_pool_kind(engine->engine)};
+    pd_status status = kern_engine_pool_alloc(engine->engine, bytes, &pool.memory);
+
+    if (status == PD_OK)
+        *pool_out = pool;
+    return status;
+}
+
+static pd_status runner_bind(pd_worker_engine *engine, const pd_kv_layout *layout, void *pool,
+                             bool seals)
+{
+    return kern_engine_bind(engine->engine, layout, pool, seals);
+}
+
+static pd_sealer runner_sealer(pd_worker_engine *engine)
+{
+    return kern_engine_sealer(engine->engine);
 }
 
 static void on_group(void *ctx, uint32_t group)
@@ -144,12 +169,22 @@ static uint64_t runner_bytes(const pd_worker_engine *engine)
     return kern_engine_bytes(engine->engine);
 }
 
+static const char *runner_broken(const pd_worker_engine *engine)
+{
+    return kern_engine_broken(engine->engine);
+}
+
 const pd_worker_engine_ops kern_runner = {
     .create = runner_create,
+    .pool = runner_pool,
+    .bind = runner_bind,
+    .stop = runner_stop,
     .destroy = runner_destroy,
     .run = runner_run,
     .fd = runner_fd,
     .poll = runner_poll,
     .backend = runner_backend,
     .bytes = runner_bytes,
+    .broken = runner_broken,
+    .sealer = runner_sealer,
 };

@@ -3,14 +3,14 @@
  *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]
  *
  * Prefill: one prompt of PREFILL tokens in one step, logits of the last. Decode: DECODE steps of
- * BATCH sequences (1) from an empty context, the likeliest token fed back. One JSON object on
+ * BATCH sequences (1) from an empty context, the likeliest token fed back. DEVICE as in a
+ * deployment. One JSON object on
  * stdout: tokens a second, the median of REPEATS, after one unmeasured round. */
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "kernels/model/forward.h"
-#include "kernels/model/sample.h"
+#include "kernels/plugins.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,31 +21,31 @@
 
 typedef struct bench {
     pd_model_file *file;
-    kern_model *model;
+    const kern_backend *backend;
+    kern_loaded *model;
     pd_kv_layout layout;
     void *pool;
     pd_block *blocks;
     uint32_t blocks_each; /* of one sequence */
     uint32_t *prompt;
-    float *logits; /* [batch][vocab] */
     uint32_t prefill, decode, batch;
 } bench;
 
-static void step(bench *b, const kern_slice *slices, uint32_t count)
+static void step(bench *b, kern_job_slice *slices, uint32_t count)
 {
-    kern_step run = {
-        .layout = &b->layout, .pool = b->pool, .slices = slices, .slices_count = count};
-    if (kern_model_step(b->model, &run) != PD_OK)
+    kern_backend_step run = {.slices = slices, .slices_count = count};
+
+    if (b->backend->step(b->model, &run) != PD_OK)
         exit(1);
 }
 
 static double run_prefill(bench *b)
 {
-    kern_slice slice = {.tokens = b->prompt,
-                        .count = b->prefill,
-                        .blocks = b->blocks,
-                        .logits_from = b->prefill - 1,
-                        .logits = b->logits};
+    kern_job_slice slice = {.slice = {.tokens = b->prompt,
+                                      .count = b->prefill,
+                                      .blocks = b->blocks,
+                                      .logits_from = b->prefill},
+                            .want_token = true};
     uint64_t begin = pd_clock_now_ns();
 
     step(b, &slice, 1);
@@ -54,24 +54,23 @@ static double run_prefill(bench *b)
 
 static double run_decode(bench *b)
 {
-    uint32_t vocab = pd_model_file_shape(b->file)->vocab;
     uint32_t tokens[BATCH_MAX];
-    kern_slice slices[BATCH_MAX];
-    kern_sampling greedy = {.temperature = 0};
+    kern_job_slice slices[BATCH_MAX];
 
     for (uint32_t s = 0; s < b->batch; s++)
         tokens[s] = b->prompt[s];
     uint64_t begin = pd_clock_now_ns();
     for (uint32_t position = 0; position < b->decode; position++) {
         for (uint32_t s = 0; s < b->batch; s++)
-            slices[s] = (kern_slice){.tokens = &tokens[s],
-                                     .count = 1,
-                                     .position = position,
-                                     .blocks = b->blocks + (size_t)s * b->blocks_each,
-                                     .logits = b->logits + (size_t)s * vocab};
+            slices[s] = (kern_job_slice){.slice = {.tokens = &tokens[s],
+                                                   .count = 1,
+                                                   .position = position,
+                                                   .blocks = b->blocks + (size_t)s * b->blocks_each,
+                                                   .logits_from = 1},
+                                         .want_token = true};
         step(b, slices, b->batch);
         for (uint32_t s = 0; s < b->batch; s++)
-            tokens[s] = kern_sample(&greedy, slices[s].logits, vocab, position, NULL);
+            tokens[s] = slices[s].token_out;
     }
     return (double)b->decode * b->batch * 1e9 / (double)(pd_clock_now_ns() - begin);
 }
@@ -97,6 +96,32 @@ static uint32_t number(const char *text)
                                                                                : 0;
 }
 
+static pd_status load(bench *b, const char *device, uint32_t threads, uint32_t longest)
+{
+    kern_choice choice;
+    pd_status status = kern_backend_choose(device, &choice);
+
+    if (status != PD_OK)
+        return status;
+    kern_backend_options options = {.device = choice.device,
+                                    .variant = choice.variant,
+                                    .threads = threads,
+                                    .context_max = longest,
+                                    .rows_max = longest,
+                                    .slices_max = b->batch};
+    b->backend = choice.backend;
+    status = b->backend->create(b->file, &options, &b->model);
+    if (status != PD_OK)
+        return status;
+    if (b->backend->pool_own)
+        status = b->backend->pool_alloc(b->model, b->layout.pool_bytes, &b->pool);
+    else
+        b->pool = pd_calloc(b->layout.pool_bytes, 1);
+    if (b->pool == NULL)
+        return status != PD_OK ? status : PD_E_NOMEM;
+    return b->backend->bind(b->model, &b->layout, b->pool, false);
+}
+
 static pd_status open_all(bench *b, char **argv)
 {
     pd_status status = pd_model_file_open(argv[1], &b->file);
@@ -104,11 +129,6 @@ static pd_status open_all(bench *b, char **argv)
         return status;
     uint32_t longest = b->prefill > b->decode ? b->prefill : b->decode;
     b->blocks_each = (longest + 15) / 16;
-    kern_options options = {.device = argv[2],
-                            .threads = number(argv[3]),
-                            .context_max = longest,
-                            .rows_max = longest,
-                            .logits_rows_max = b->batch};
     pd_kv_layout_options kv = {.dtype = PD_F16,
                                .block_tokens = 16,
                                .memory_bytes = (uint64_t)4 << 30,
@@ -117,18 +137,15 @@ static pd_status open_all(bench *b, char **argv)
     if (status != PD_OK)
         return status;
     uint32_t vocab = pd_model_file_shape(b->file)->vocab;
-    b->pool = pd_malloc(b->layout.pool_bytes);
     b->blocks = pd_calloc(b->layout.blocks, sizeof *b->blocks);
     b->prompt = pd_calloc(longest + BATCH_MAX, sizeof *b->prompt);
-    b->logits = pd_malloc((size_t)b->batch * vocab * sizeof *b->logits);
-    if (b->pool == NULL || b->blocks == NULL || b->prompt == NULL || b->logits == NULL)
+    if (b->blocks == NULL || b->prompt == NULL)
         return PD_E_NOMEM;
-    memset(b->pool, 0, b->layout.pool_bytes);
     for (uint32_t i = 0; i < b->layout.blocks; i++)
         b->blocks[i] = i;
     for (uint32_t i = 0; i < longest + BATCH_MAX; i++)
         b->prompt[i] = 100 + i * 7919 % (vocab - 100);
-    return kern_model_create(b->file, &options, &b->model);
+    return load(b, argv[2], number(argv[3]), longest);
 }
 
 int main(int argc, char **argv)
@@ -160,13 +177,15 @@ int main(int argc, char **argv)
     }
     printf("{\"backend\": \"%s\", \"threads\": %s, \"prefill\": %u, \"prefill_tok_s\": %.1f, "
            "\"decode\": %u, \"batch\": %u, \"decode_tok_s\": %.1f}\n",
-           kern_model_backend(b.model), argv[3], b.prefill, median(prefill, repeats), b.decode,
+           b.backend->describe(b.model), argv[3], b.prefill, median(prefill, repeats), b.decode,
            b.batch, median(decode, repeats));
-    kern_model_destroy(b.model);
+    if (b.backend->pool_own)
+        b.backend->pool_free(b.model, b.pool);
+    else
+        pd_free(b.pool);
+    b.backend->destroy(b.model);
     pd_model_file_close(b.file);
-    pd_free(b.pool);
     pd_free(b.blocks);
     pd_free(b.prompt);
-    pd_free(b.logits);
     return 0;
 }

@@ -213,7 +213,8 @@ static rates measure_rates(bench *b)
     double bytes = (double)b->layout.pool_bytes;
     double block_groups = (double)b->layout.groups * b->layout.blocks;
     uint64_t *seals = pd_calloc((size_t)b->layout.groups * b->layout.blocks, sizeof *seals);
-    pd_verifier_options options = {.layout = &b->layout, .pool = b->pool, .tiles = b->tiles};
+    pd_host_pool host = {.layout = &b->layout, .pool = b->pool, .tiles = b->tiles};
+    pd_verifier_options options = {.layout = &b->layout, .sealer = pd_host_sealer(&host)};
     pd_verifier *verifier = NULL;
 
     if (seals == NULL || pd_verifier_create(&options, &verifier) != PD_OK)

@@ -130,6 +130,7 @@ static void read_all(int fd, void *bytes, size_t len)
 typedef struct sender {
     pd_kv_layout layout;
     pd_transfer *transfer;
+    pd_host_pool pool;
     pd_shipper *shipper;
     pd_peer peer;
     int acks;
@@ -187,8 +188,10 @@ static void connect_sender(sender *s, const char *transport, bool sealed, int ac
     *s = (sender){.layout = make_layout(), .transfer = create(transport), .acks = acks};
     read_all(acks, &bytes, sizeof bytes);
     read_all(acks, address, bytes);
-    pd_shipper_options options = {
-        .transfer = s->transfer, .layout = &s->layout, .peers_max = 1, .seals = sealed};
+    s->pool = (pd_host_pool){.layout = &s->layout, .pool = pd_transfer_pool(s->transfer)};
+    pd_shipper_options options = {.transfer = s->transfer, .layout = &s->layout, .peers_max = 1};
+    if (sealed)
+        options.sealer = pd_host_sealer(&s->pool);
     if (pd_ship_create(&options, &s->shipper) != PD_OK ||
         pd_transfer_connect(s->transfer, address, bytes, 0, &s->peer) != PD_OK)
         die("connecting");

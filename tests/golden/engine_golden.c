@@ -2,6 +2,8 @@
  *
  *   engine_golden MODEL FOLDER [DEVICE [THREADS [CHUNK]]]
  *
+ * DEVICE as in a deployment: cpu, cpu-ref, cuda, cuda-emu, ...
+ *
  * FOLDER holds text.json (2,048 tokens, teacher-forced: fp32's best and second token at each
  * position, their gap, perplexity) and golden.json (greedy continuations). Right means, with 8-bit
  * activations: the argmax is fp32's wherever fp32's gap is at least 0.4, and its first or second
@@ -11,8 +13,7 @@
 #include "common/base/json.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "kernels/model/forward.h"
-#include "kernels/model/sample.h"
+#include "kernels/plugins.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -25,7 +26,8 @@
 
 typedef struct golden {
     pd_model_file *file;
-    kern_model *model;
+    const kern_backend *backend;
+    kern_loaded *model;
     pd_kv_layout layout;
     void *pool;
     pd_block *blocks;
@@ -59,15 +61,15 @@ static pd_json *read_json(const char *folder, const char *name)
 static void step(golden *g, const uint32_t *tokens, uint32_t count, uint32_t position,
                  uint32_t logits_from)
 {
-    kern_slice slice = {.tokens = tokens,
-                        .count = count,
-                        .position = position,
-                        .blocks = g->blocks,
-                        .logits_from = logits_from,
-                        .logits = logits_from < count ? g->logits : NULL};
-    kern_step run = {.layout = &g->layout, .pool = g->pool, .slices = &slice, .slices_count = 1};
+    kern_job_slice slice = {.slice = {.tokens = tokens,
+                                      .count = count,
+                                      .position = position,
+                                      .blocks = g->blocks,
+                                      .logits_from = logits_from,
+                                      .logits = logits_from < count ? g->logits : NULL}};
+    kern_backend_step run = {.slices = &slice, .slices_count = 1};
 
-    if (kern_model_step(g->model, &run) != PD_OK)
+    if (g->backend->step(g->model, &run) != PD_OK)
         exit(1);
 }
 
@@ -186,7 +188,39 @@ static bool check_greedy(golden *g, const char *folder)
     return right;
 }
 
-static pd_status open_model(golden *g, const char *path, const kern_options *options)
+static pd_status load(golden *g, const char *device, const kern_backend_options *limits)
+{
+    kern_backend_options options = *limits;
+    kern_choice choice;
+    pd_status status = kern_backend_choose(device, &choice);
+
+    if (status != PD_OK)
+        return status;
+    options.device = choice.device;
+    options.variant = choice.variant;
+    g->backend = choice.backend;
+    status = g->backend->create(g->file, &options, &g->model);
+    if (status != PD_OK)
+        return status;
+    if (g->backend->pool_own)
+        status = g->backend->pool_alloc(g->model, g->layout.pool_bytes, &g->pool);
+    else
+        g->pool = pd_malloc(g->layout.pool_bytes);
+    if (g->pool == NULL)
+        return status != PD_OK ? status : PD_E_NOMEM;
+    return g->backend->bind(g->model, &g->layout, g->pool, false);
+}
+
+static void unload(golden *g)
+{
+    if (g->backend->pool_own)
+        g->backend->pool_free(g->model, g->pool);
+    else
+        pd_free(g->pool);
+    g->backend->destroy(g->model);
+}
+
+static pd_status open_model(golden *g, const char *path)
 {
     pd_status status = pd_model_file_open(path, &g->file);
     if (status != PD_OK)
@@ -200,14 +234,13 @@ static pd_status open_model(golden *g, const char *path, const kern_options *opt
     if (status != PD_OK)
         return status;
     g->vocab = shape->vocab;
-    g->pool = pd_malloc(g->layout.pool_bytes);
     g->blocks = pd_calloc(CONTEXT_MAX / 16, sizeof *g->blocks);
     g->logits = pd_malloc((size_t)g->chunk * g->vocab * sizeof *g->logits);
-    if (g->pool == NULL || g->blocks == NULL || g->logits == NULL)
+    if (g->blocks == NULL || g->logits == NULL)
         return PD_E_NOMEM;
     for (uint32_t i = 0; i < CONTEXT_MAX / 16; i++)
         g->blocks[i] = i * 37 % (CONTEXT_MAX / 16); /* no order may matter */
-    return kern_model_create(g->file, options, &g->model);
+    return PD_OK;
 }
 
 /* 0: not a number. */
@@ -222,11 +255,11 @@ static uint32_t number(const char *text)
 int main(int argc, char **argv)
 {
     golden g = {.chunk = argc > 5 ? number(argv[5]) : 128};
-    kern_options options = {.device = argc > 3 ? argv[3] : "cpu",
-                            .threads = argc > 4 ? number(argv[4]) : 0,
-                            .context_max = CONTEXT_MAX,
-                            .rows_max = g.chunk,
-                            .logits_rows_max = g.chunk};
+    kern_backend_options options = {.threads = argc > 4 ? number(argv[4]) : 0,
+                                    .context_max = CONTEXT_MAX,
+                                    .rows_max = g.chunk,
+                                    .slices_max = 1,
+                                    .logits_rows_max = g.chunk};
 
     pd_log_init("engine_golden", PD_LOG_INFO);
     if (argc < 3 || g.chunk == 0) {
@@ -237,14 +270,13 @@ int main(int argc, char **argv)
         printf("skipped: no model at %s\n", argv[1]);
         return 77;
     }
-    if (open_model(&g, argv[1], &options) != PD_OK)
+    if (open_model(&g, argv[1]) != PD_OK || load(&g, argc > 3 ? argv[3] : "cpu", &options) != PD_OK)
         return 1;
     bool right = check_greedy(&g, argv[2]);
     right = check_text(&g, argv[2]) && right;
-    printf("%s: backend=%s\n", right ? "right" : "WRONG", kern_model_backend(g.model));
-    kern_model_destroy(g.model);
+    printf("%s: backend=%s\n", right ? "right" : "WRONG", g.backend->describe(g.model));
+    unload(&g);
     pd_model_file_close(g.file);
-    pd_free(g.pool);
     pd_free(g.blocks);
     pd_free(g.logits);
     return right ? 0 : 1;

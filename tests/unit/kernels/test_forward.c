@@ -2,6 +2,7 @@
  * instruction set. */
 
 #include "kernels/model/engine.h"
+#include "kernels/model/forward.h"
 #include "kernels/ops.h"
 #include "tests/unit/kernels/tiny_model.h"
 
@@ -275,11 +276,16 @@ static kern_job *wait_job(kern_engine *engine)
 
 static kern_engine *engine_make(rig *r)
 {
-    kern_options options = {
-        .device = "cpu", .threads = 1, .context_max = 1024, .rows_max = 600, .logits_rows_max = 4};
+    kern_engine_options options = {
+        .device = "cpu", .threads = 1, .context_max = 1024, .rows_max = 600, .slices_max = 4};
     kern_engine *engine = NULL;
+    void *own = NULL;
 
-    assert_int_equal(kern_engine_create(file, &options, &layout, r->pool, NULL, &engine), PD_OK);
+    assert_int_equal(kern_engine_create(file, &options, &engine), PD_OK);
+    assert_int_equal(kern_engine_pool_kind(engine), PD_MEMORY_HOST);
+    assert_int_equal(kern_engine_pool_alloc(engine, layout.pool_bytes, &own), PD_OK);
+    assert_null(own);
+    assert_int_equal(kern_engine_bind(engine, &layout, r->pool, false), PD_OK);
     return engine;
 }
 

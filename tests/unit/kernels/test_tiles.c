@@ -1,6 +1,7 @@
 /* What the kernels hash as they write K and V is what a seal from the bytes would hash. */
 
 #include "kernels/model/engine.h"
+#include "kernels/model/forward.h"
 #include "kernels/ops.h"
 #include "tests/unit/kernels/tiny_model.h"
 
@@ -168,9 +169,12 @@ static void finished_groups_are_sealed_while_the_step_goes_on(void **state)
 
     (void)state;
     assert_int_equal(pd_queue_create(sizeof(uint32_t), JOBS * 16, &announced), PD_OK);
-    kern_options options = options_of("cpu");
+    kern_engine_options options = {
+        .device = "cpu", .threads = 3, .context_max = 256, .rows_max = 400, .slices_max = 4};
     kern_engine *engine = NULL;
-    assert_int_equal(kern_engine_create(file, &options, &layout, r.pool, r.tiles, &engine), PD_OK);
+    assert_int_equal(kern_engine_create(file, &options, &engine), PD_OK);
+    assert_int_equal(kern_engine_bind(engine, &layout, r.pool, true), PD_OK);
+    pd_sealer sealer = kern_engine_sealer(engine);
     for (uint32_t i = 0; i < JOBS; i++) {
         slices[i] = (kern_job_slice){.slice = {.tokens = tokens,
                                                .count = LENGTH,
@@ -191,7 +195,8 @@ static void finished_groups_are_sealed_while_the_step_goes_on(void **state)
         for (uint32_t i = 0; i < LENGTH / layout.block_tokens; i++) {
             pd_block block = slices[seen / layout.groups].slice.blocks[i];
             uint64_t seal;
-            pd_seal_of(&layout, r.pool, r.tiles, block, &place, 1, &seal);
+            pd_seal_item item = {.block = block, .head_to = layout.kv_heads, .place = place};
+            assert_int_equal(sealer.seal(sealer.ctx, &item, 1, &seal), PD_OK);
             assert_true(seal ==
                         pd_seal_compute(&layout, r.pool, block, &place, 0, layout.kv_heads));
         }

@@ -24,6 +24,7 @@ enum { THEIR_BLOCKS_MORE = 5, SENDER = 0x5e4d, RECEIVER = 0x4ecc };
 typedef struct pair {
     pd_kv_layout ours, theirs;
     pd_transfer *from, *to;
+    pd_host_pool pool; /* of from */
     pd_shipper *shipper;
     pd_peer peer;
     uint64_t notices, aborts, sent; /* seen so far */
@@ -48,8 +49,8 @@ typedef struct splits {
     uint32_t kv_heads, ours, theirs;
 } splits;
 
-static pair *pair_make_split(const char *transport, const pd_shipper_options *limits,
-                             const splits *of)
+static pair *pair_make_with(const char *transport, const pd_shipper_options *limits,
+                            const splits *of, bool sealed)
 {
     pd_model_shape shape = {.layers = 5, .kv_heads = of->kv_heads, .head_dim = 64};
     pd_kv_layout_options options = {.dtype = PD_F16,
@@ -76,6 +77,9 @@ static pair *pair_make_split(const char *transport, const pd_shipper_options *li
     ship.layout = &p->ours;
     ship.incarnation = SENDER;
     ship.peers_max = 2;
+    p->pool = (pd_host_pool){.layout = &p->ours, .pool = pd_transfer_pool(p->from)};
+    if (sealed)
+        ship.sealer = pd_host_sealer(&p->pool);
     assert_int_equal(pd_ship_create(&ship, &p->shipper), PD_OK);
     const void *address = pd_transfer_address(p->to, &bytes);
     assert_int_equal(pd_transfer_connect(p->from, address, bytes, 99, &p->peer), PD_OK);
@@ -91,6 +95,17 @@ static pair *pair_make_split(const char *transport, const pd_shipper_options *li
 }
 
 static pair *pair_make(const char *transport, const pd_shipper_options *limits)
+{
+    return pair_make_with(transport, limits, &(splits){2, 1, 1}, false);
+}
+
+static pair *pair_make_split(const char *transport, const pd_shipper_options *limits,
+                             const splits *of)
+{
+    return pair_make_with(transport, limits, of, true);
+}
+
+static pair *pair_make_sealed(const char *transport, const pd_shipper_options *limits)
 {
     return pair_make_split(transport, limits, &(splits){2, 1, 1});
 }
@@ -215,8 +230,7 @@ static void every_block_lies_where_its_notice_says(void **state)
     static pd_block sources[600], targets[600];
 
     for (size_t q = 0; q < sizeof quanta / sizeof *quanta; q++) {
-        pair *p =
-            pair_make(*state, &(pd_shipper_options){.seals = true, .quantum_bytes = quanta[q]});
+        pair *p = pair_make_sealed(*state, &(pd_shipper_options){.quantum_bytes = quanta[q]});
         static const uint32_t counts[] = {1, 2, 7, 33, 100};
         uint64_t random = q + 1;
         for (size_t n = 0; n < sizeof counts / sizeof *counts; n++) {
@@ -252,8 +266,8 @@ static void blocks_arrive_whatever_the_splits(void **state)
     static pd_block sources[100], targets[100];
 
     for (size_t n = 0; n < sizeof of / sizeof *of; n++) {
-        pair *p = pair_make_split(
-            *state, &(pd_shipper_options){.seals = true, .quantum_bytes = quanta[n % 3]}, &of[n]);
+        pair *p =
+            pair_make_split(*state, &(pd_shipper_options){.quantum_bytes = quanta[n % 3]}, &of[n]);
         uint32_t count = n % 3 == 0 ? 7 : 100;
         for (uint32_t i = 0; i < count; i++) {
             sources[i] = i % 10 != 0 ? sources[i - 1] + 1 : 11 * i % p->ours.blocks / 2;
@@ -291,7 +305,7 @@ static void runs_are_merged_where_the_splits_agree(void **state)
     pd_block sources[] = {4, 5, 6, 11}, targets[] = {1, 2, 3, 9};
 
     for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
-        pair *p = pair_make_split(*state, &(pd_shipper_options){.seals = true}, &cases[n].of);
+        pair *p = pair_make_split(*state, &(pd_shipper_options){0}, &cases[n].of);
         pd_shipment s = shipment_of(p, 5, sources, targets, 4);
         assert_int_equal(pd_ship_slices(&p->ours, &p->theirs), cases[n].slices);
         assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
@@ -318,7 +332,7 @@ static void splits_that_cut_a_head_are_none(void **state)
 
 static void a_small_shipment_has_one_notice(void **state)
 {
-    pair *p = pair_make(*state, &(pd_shipper_options){.seals = true});
+    pair *p = pair_make_sealed(*state, &(pd_shipper_options){0});
     pd_block sources[] = {4, 5, 6, 11}, targets[] = {1, 2, 3, 9};
     pd_shipment s = shipment_of(p, 5, sources, targets, 4);
 
@@ -419,9 +433,8 @@ static void a_short_shipment_waits_for_the_credit_at_most(void **state)
 
 static void an_abort_comes_after_what_was_asked_for_before(void **state)
 {
-    pair *p = pair_make(
-        *state,
-        &(pd_shipper_options){.quantum_bytes = 64 << 10, .credit_bytes = 64 << 10, .seals = true});
+    pair *p = pair_make_sealed(
+        *state, &(pd_shipper_options){.quantum_bytes = 64 << 10, .credit_bytes = 64 << 10});
     static pd_block blocks[100];
 
     for (uint32_t i = 0; i < 100; i++)
@@ -552,7 +565,7 @@ static void check_faults(const char *transport, const splits *of)
     pd_block sources[] = {4, 5, 6, 11}, targets[] = {1, 2, 3, 9};
 
     for (uint32_t kind = 1; kind < PD_SHIP_FAULTS; kind++) {
-        pd_shipper_options options = {.seals = true};
+        pd_shipper_options options = {0};
         assert_int_equal(pd_ship_faults_parse(texts[kind - 1], &options.faults), PD_OK);
         pair *p = pair_make_split(transport, &options, of);
         pd_shipment s = shipment_of(p, 5, sources, targets, 4);

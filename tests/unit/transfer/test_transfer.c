@@ -19,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -56,12 +57,22 @@ static answer check_claims(const unsigned char *pool)
     return a;
 }
 
-static int receiver_main(const char *transport, int in, int out)
+/* Memory for a pool that no transfer made. */
+static void *outside_memory(void)
+{
+    void *memory = mmap(NULL, pd_transfer_pool_room(POOL_BYTES), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+static int receiver_main(const char *transport, int in, int out, bool outside)
 {
     pd_log_init("receiver", PD_LOG_ERROR);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     pd_transfer_options options = {
         .backend = "ucx", .transport = transport, .pool_bytes = POOL_BYTES, .peers_max = 2};
+    if (outside)
+        options.pool = outside_memory();
     pd_transfer *transfer = NULL;
     if (pd_transfer_create(&options, &transfer) != PD_OK)
         return 2;
@@ -146,7 +157,8 @@ static void read_all(int fd, void *bytes, size_t len)
     }
 }
 
-/* Starts this program again in a role: "receiver", "sender" or "filler". */
+/* Starts this program again in a role: "receiver", "outside" (a receiver whose pool is outside
+ * memory), "sender" or "filler". */
 static receiver process_start(const char *role, const char *transport)
 {
     int down[2], up[2];
@@ -170,13 +182,18 @@ static receiver process_start(const char *role, const char *transport)
     return r;
 }
 
-static receiver receiver_start(const char *transport)
+static receiver receiver_start_as(const char *role, const char *transport)
 {
-    receiver r = process_start("receiver", transport);
+    receiver r = process_start(role, transport);
     read_all(r.in, &r.address_bytes, sizeof r.address_bytes);
     assert_true(r.address_bytes <= sizeof r.address);
     read_all(r.in, r.address, r.address_bytes);
     return r;
+}
+
+static receiver receiver_start(const char *transport)
+{
+    return receiver_start_as("receiver", transport);
 }
 
 static void receiver_end(receiver *r)
@@ -312,6 +329,61 @@ static void all_bytes_are_there_when_the_notice_arrives(void **state)
     round_trip(transfer, peer, &r, &random, 10);
     pd_transfer_destroy(transfer); /* with the connection open */
     receiver_end(&r);
+}
+
+/* The pool of either side, or both, is memory that the transfer did not make. */
+static void outside_host_memory_carries_as_well(void **state)
+{
+    static const struct {
+        const char *receiver;
+        bool outside; /* the sender's */
+    } pairs[] = {{"receiver", true}, {"outside", false}, {"outside", true}};
+
+    for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+        receiver r = receiver_start_as(pairs[i].receiver, transport_of(state));
+        pd_transfer_options options = {.backend = "ucx",
+                                       .transport = transport_of(state),
+                                       .pool_bytes = POOL_BYTES,
+                                       .pool = pairs[i].outside ? outside_memory() : NULL,
+                                       .peers_max = 3};
+        pd_transfer *transfer = NULL;
+        assert_int_equal(pd_transfer_create(&options, &transfer), PD_OK);
+        if (pairs[i].outside)
+            assert_ptr_equal(pd_transfer_pool(transfer), options.pool);
+        pd_peer peer = connect_to(transfer, &r, 5);
+        uint64_t random = i;
+        for (int n = 0; n < 30; n++)
+            round_trip(transfer, peer, &r, &random, (uint32_t)(pd_random_next(&random) % 64));
+        pd_transfer_destroy(transfer);
+        receiver_end(&r);
+        if (pairs[i].outside) /* and it is still the caller's */
+            assert_int_equal(munmap(options.pool, pd_transfer_pool_room(POOL_BYTES)), 0);
+    }
+}
+
+/* Host memory that is called a GPU's: no UCX can register it as such, whatever it supports. */
+static void memory_of_a_gpu_is_refused_where_it_cannot_be_carried(void **state)
+{
+    pd_transfer_options options = {.backend = "ucx",
+                                   .transport = "tcp",
+                                   .pool_bytes = POOL_BYTES,
+                                   .pool = outside_memory(),
+                                   .pool_kind = PD_MEMORY_CUDA,
+                                   .peers_max = 3};
+    pd_transfer *transfer = NULL;
+
+    (void)state;
+    /* over tcp in any case, and that is said without looking at the memory */
+    assert_int_equal(pd_transfer_create(&options, &transfer), PD_E_UNSUPPORTED);
+    options.transport = "auto";
+    assert_int_equal(pd_transfer_create(&options, &transfer), PD_E_UNSUPPORTED);
+    options.pool = (char *)options.pool + 8;
+    assert_int_equal(pd_transfer_create(&options, &transfer), PD_E_INVALID);
+    options.pool = (char *)options.pool - 8;
+    assert_int_equal(munmap(options.pool, pd_transfer_pool_room(POOL_BYTES)), 0);
+    options.pool = NULL;
+    assert_int_equal(pd_transfer_create(&options, &transfer), PD_E_INVALID);
+    assert_null(transfer);
 }
 
 static void notices_of_any_length_arrive_in_order(void **state)
@@ -717,7 +789,9 @@ static int nothing_is_left(void **state)
 int main(int argc, char **argv)
 {
     if (argc == 4 && strcmp(argv[0], "receiver") == 0)
-        return receiver_main(argv[1], atoi(argv[2]), atoi(argv[3]));
+        return receiver_main(argv[1], atoi(argv[2]), atoi(argv[3]), false);
+    if (argc == 4 && strcmp(argv[0], "outside") == 0)
+        return receiver_main(argv[1], atoi(argv[2]), atoi(argv[3]), true);
     if (argc == 4)
         return sender_main(argv[1], atoi(argv[2]), atoi(argv[3]),
                            strcmp(argv[0], "filler") == 0 ? EVENTS_KEPT : 0);
@@ -728,6 +802,8 @@ int main(int argc, char **argv)
         BOTH(all_bytes_are_there_when_the_notice_arrives),
         {"all_bytes_are_there_when_the_notice_arrives/auto",
          all_bytes_are_there_when_the_notice_arrives, NULL, NULL, "auto"},
+        BOTH(outside_host_memory_carries_as_well),
+        cmocka_unit_test(memory_of_a_gpu_is_refused_where_it_cannot_be_carried),
         BOTH(notices_of_any_length_arrive_in_order),
         BOTH(a_connection_works_after_idling),
         BOTH(a_killed_peer_is_noticed_and_its_successor_works),

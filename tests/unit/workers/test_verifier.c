@@ -20,6 +20,7 @@
 
 static pd_kv_layout layout;
 static unsigned char *pool;
+static pd_host_pool host;
 static uint64_t seed;
 
 typedef struct sealed {
@@ -45,6 +46,7 @@ static int set_up(void **state)
     assert_non_null(pool);
     for (uint64_t i = 0; i < layout.pool_bytes; i++)
         pool[i] = (unsigned char)pd_random_next(&seed);
+    host = (pd_host_pool){.layout = &layout, .pool = pool};
     return 0;
 }
 
@@ -57,7 +59,7 @@ static int tear_down(void **state)
 
 static pd_verifier *verifier_make(void)
 {
-    pd_verifier_options options = {.layout = &layout, .pool = pool};
+    pd_verifier_options options = {.layout = &layout, .sealer = pd_host_sealer(&host)};
     pd_verifier *verifier = NULL;
 
     assert_int_equal(pd_verifier_create(&options, &verifier), PD_OK);
@@ -282,7 +284,7 @@ static void random_work_beside_writes_to_other_blocks(void **state)
 
 static void creation_survives_every_failed_allocation(void **state)
 {
-    pd_verifier_options options = {.layout = &layout, .pool = pool};
+    pd_verifier_options options = {.layout = &layout, .sealer = pd_host_sealer(&host)};
     pd_verifier *verifier = NULL;
 
     (void)state;
