@@ -20,8 +20,9 @@ struct pd_seal_tiles {
     pd_kv_layout layout;
     tiling tiling;
     uint64_t units;
-    uint16_t *covered; /* [units] tokens */
     uint64_t *sums;    /* [units][k, v][tiling.tiles], each over the covered tokens of its tile */
+    uint16_t *covered; /* [units] tokens; behind the sums */
+    void *own;         /* NULL: the memory of both is the caller's */
 };
 
 static tiling tiling_of(const pd_kv_layout *layout)
@@ -89,7 +90,19 @@ static uint64_t sum_tile(const pd_kv_layout *layout, const tiling *t, const unsi
 
 /* ---- the table ---- */
 
-pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles_out)
+static uint64_t units_of(const pd_kv_layout *layout)
+{
+    return layout->pool_bytes / layout->layer_bytes;
+}
+
+uint64_t pd_seal_tiles_room(const pd_kv_layout *layout)
+{
+    return units_of(layout) *
+           (sizeof(uint16_t) + 2 * (uint64_t)tiling_of(layout).tiles * sizeof(uint64_t));
+}
+
+pd_status pd_seal_tiles_create_over(const pd_kv_layout *layout, void *memory,
+                                    pd_seal_tiles **tiles_out)
 {
     pd_seal_tiles *tiles = pd_calloc(1, sizeof *tiles);
 
@@ -97,30 +110,38 @@ pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles
         return PD_E_NOMEM;
     tiles->layout = *layout;
     tiles->tiling = tiling_of(layout);
-    tiles->units = layout->pool_bytes / layout->layer_bytes;
-    tiles->covered = pd_calloc(tiles->units, sizeof *tiles->covered);
-    tiles->sums = pd_calloc(tiles->units * 2 * tiles->tiling.tiles, sizeof *tiles->sums);
-    if (tiles->covered == NULL || tiles->sums == NULL) {
-        pd_seal_tiles_destroy(tiles);
-        return PD_E_NOMEM;
-    }
+    tiles->units = units_of(layout);
+    tiles->sums = memory;
+    tiles->covered = (uint16_t *)(tiles->sums + tiles->units * 2 * tiles->tiling.tiles);
     *tiles_out = tiles;
     return PD_OK;
+}
+
+pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles_out)
+{
+    void *memory = pd_calloc(1, pd_seal_tiles_room(layout));
+
+    if (memory == NULL)
+        return PD_E_NOMEM;
+    pd_status status = pd_seal_tiles_create_over(layout, memory, tiles_out);
+    if (status != PD_OK)
+        pd_free(memory);
+    else
+        (*tiles_out)->own = memory;
+    return status;
 }
 
 void pd_seal_tiles_destroy(pd_seal_tiles *tiles)
 {
     if (tiles == NULL)
         return;
-    pd_free(tiles->covered);
-    pd_free(tiles->sums);
+    pd_free(tiles->own);
     pd_free(tiles);
 }
 
 uint64_t pd_seal_tiles_bytes(const pd_seal_tiles *tiles)
 {
-    return tiles->units *
-           (sizeof *tiles->covered + 2 * (uint64_t)tiles->tiling.tiles * sizeof *tiles->sums);
+    return pd_seal_tiles_room(&tiles->layout);
 }
 
 static uint64_t *sums_of(const pd_seal_tiles *tiles, uint64_t unit, uint32_t half)

@@ -8,7 +8,11 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { HIDDEN = 96, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 32, FFN = 192, LAYERS = 3, CONTEXT = 1024 };
+enum { HIDDEN = 96, HEAD_DIM = 32, LAYERS = 3, CONTEXT = 1024 };
+
+typedef struct sizes {
+    uint32_t heads, kv_heads, ffn, vocab;
+} sizes;
 
 typedef struct tensor {
     char name[48];
@@ -19,6 +23,7 @@ typedef struct tensor {
 
 typedef struct writer {
     pd_buf head, data;
+    const sizes *of;
     tensor tensors[64];
     uint32_t tensors_count;
     uint64_t keys;
@@ -121,20 +126,17 @@ static void add_tensor(writer *w, const char *name, pd_dtype dtype, uint32_t col
 
 static void add_layer(writer *w, uint32_t layer)
 {
-    static const struct {
+    const uint32_t q = w->of->heads * HEAD_DIM, kv = w->of->kv_heads * HEAD_DIM, ffn = w->of->ffn;
+    const struct {
         const char *name;
         pd_dtype dtype;
         uint32_t cols, rows;
     } parts[] = {
-        {"attn_norm", PD_F32, HIDDEN, 1},
-        {"attn_q", PD_Q4_1, HIDDEN, HEADS * HEAD_DIM},
-        {"attn_k", PD_Q8_0, HIDDEN, KV_HEADS * HEAD_DIM},
-        {"attn_v", PD_F16, HIDDEN, KV_HEADS * HEAD_DIM},
-        {"attn_output", PD_Q4_0, HEADS * HEAD_DIM, HIDDEN},
-        {"ffn_norm", PD_F32, HIDDEN, 1},
-        {"ffn_gate", PD_Q4_1, HIDDEN, FFN},
-        {"ffn_up", PD_BF16, HIDDEN, FFN},
-        {"ffn_down", PD_Q8_0, FFN, HIDDEN},
+        {"attn_norm", PD_F32, HIDDEN, 1},    {"attn_q", PD_Q4_1, HIDDEN, q},
+        {"attn_k", PD_Q8_0, HIDDEN, kv},     {"attn_v", PD_F16, HIDDEN, kv},
+        {"attn_output", PD_Q4_0, q, HIDDEN}, {"ffn_norm", PD_F32, HIDDEN, 1},
+        {"ffn_gate", PD_Q4_1, HIDDEN, ffn},  {"ffn_up", PD_BF16, HIDDEN, ffn},
+        {"ffn_down", PD_Q8_0, ffn, HIDDEN},
     };
     char name[48];
 
@@ -146,15 +148,15 @@ static void add_layer(writer *w, uint32_t layer)
 
 static void add_keys(writer *w)
 {
-    char token[8];
+    char token[16];
 
     key_text(w, "general.architecture", "llama");
     key_u32(w, "llama.block_count", LAYERS);
     key_u32(w, "llama.context_length", CONTEXT);
     key_u32(w, "llama.embedding_length", HIDDEN);
-    key_u32(w, "llama.feed_forward_length", FFN);
-    key_u32(w, "llama.attention.head_count", HEADS);
-    key_u32(w, "llama.attention.head_count_kv", KV_HEADS);
+    key_u32(w, "llama.feed_forward_length", w->of->ffn);
+    key_u32(w, "llama.attention.head_count", w->of->heads);
+    key_u32(w, "llama.attention.head_count_kv", w->of->kv_heads);
     key_u32(w, "llama.attention.key_length", HEAD_DIM);
     key_u32(w, "llama.attention.value_length", HEAD_DIM);
     key_u32(w, "llama.rope.dimension_count", HEAD_DIM);
@@ -164,8 +166,8 @@ static void add_keys(writer *w)
     put_text(&w->head, "tokenizer.ggml.tokens");
     put_u32(&w->head, 9);
     put_u32(&w->head, 8);
-    put_u64(&w->head, TINY_VOCAB);
-    for (uint32_t i = 0; i < TINY_VOCAB; i++) {
+    put_u64(&w->head, w->of->vocab);
+    for (uint32_t i = 0; i < w->of->vocab; i++) {
         snprintf(token, sizeof token, "t%u", i);
         put_text(&w->head, token);
     }
@@ -206,20 +208,21 @@ static void write_file(writer *w, FILE *file)
     pd_buf_fini(&out);
 }
 
-pd_model_file *tiny_open(void)
+static pd_model_file *open_sizes(const sizes *of)
 {
     char path[] = "/tmp/kvferry-tiny-XXXXXX";
     writer *w = calloc(1, sizeof *w);
     pd_model_file *opened = NULL;
 
+    w->of = of;
     pd_buf_init(&w->head, 1 << 20);
     pd_buf_init(&w->data, 1 << 23);
     add_keys(w);
-    add_tensor(w, "token_embd.weight", PD_Q8_0, HIDDEN, TINY_VOCAB);
+    add_tensor(w, "token_embd.weight", PD_Q8_0, HIDDEN, of->vocab);
     for (uint32_t layer = 0; layer < LAYERS; layer++)
         add_layer(w, layer);
     add_tensor(w, "output_norm.weight", PD_F32, HIDDEN, 1);
-    add_tensor(w, "output.weight", PD_F32, HIDDEN, TINY_VOCAB);
+    add_tensor(w, "output.weight", PD_F32, HIDDEN, of->vocab);
     int fd = mkstemp(path);
     FILE *file = fd < 0 ? NULL : fdopen(fd, "wb");
     if (file == NULL)
@@ -232,6 +235,17 @@ pd_model_file *tiny_open(void)
     pd_buf_fini(&w->data);
     free(w);
     return opened;
+}
+
+pd_model_file *tiny_open(void)
+{
+    return open_sizes(&(sizes){.heads = 6, .kv_heads = 2, .ffn = 192, .vocab = TINY_VOCAB});
+}
+
+pd_model_file *tiny_open_for_ranks(uint32_t kv_heads)
+{
+    return open_sizes(&(sizes){
+        .heads = 2 * kv_heads, .kv_heads = kv_heads, .ffn = 64 * kv_heads, .vocab = 24 * kv_heads});
 }
 
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks)

@@ -17,5 +17,7 @@ float tiny_random(uint64_t *state);
 
 /* Writes the file to a temporary path and opens it; aborts on failure. */
 pd_model_file *tiny_open(void);
+/* One that can be cut among as many ranks as divide kv_heads. */
+pd_model_file *tiny_open_for_ranks(uint32_t kv_heads);
 /* A layout for it, with blocks of 16 tokens and groups of one layer. */
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks);
