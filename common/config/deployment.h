@@ -51,7 +51,7 @@ typedef struct pd_listen {
 /* A pool of workers with one role. */
 typedef struct pd_deployment_pool {
     uint32_t workers;      /* how many of this role; from workers and ratio, or pool.workers */
-    const char *device;    /* "cpu" (best for this machine), "cpu-ref", "cpu-avx2", "cpu-avx512" */
+    const char *device;    /* "cpu" (its best instructions), "cpu-ref", "cuda:1", "auto", ... */
     uint32_t threads;      /* of one worker; 0: this host's CPUs shared out among the workers */
     uint32_t max_batch;    /* sequences in one step */
     uint32_t queue_max;    /* requests that may wait in one worker */

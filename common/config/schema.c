@@ -12,7 +12,7 @@
 #define KIB       (1ull << 10)
 #define MIB       (1ull << 20)
 #define TIB       (1ull << 40)
-#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512"
+#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512|cuda|cuda:N|cuda-emu|cuda-emu:N|auto"
 #define DAY       (24 * 3600 * S)
 
 /* The schema and the defaults: the one place. Keys of a section stand together. */
@@ -83,7 +83,7 @@ const pd_key pd_schema[] = {
     {"prefill.workers", PD_KEY_INTEGER, AT(prefill.workers), 1, PD_DEPLOYMENT_WORKERS_MAX, NULL,
      NULL, "how many; instead of workers and ratio"},
     {"prefill.device", PD_KEY_CHOICE, AT(prefill.device), 0, 0, "cpu", DEVICES,
-     "kernels; cpu: the best for this machine"},
+     "what computes; cpu: its best instructions; auto: a GPU where there is one"},
     {"prefill.threads", PD_KEY_AUTO, AT(prefill.threads), 1, 1024, "auto", NULL,
      "compute threads of one worker; auto: the CPUs shared out"},
     {"prefill.max_batch", PD_KEY_INTEGER, AT(prefill.max_batch), 1, 1024, "8", NULL,
@@ -95,7 +95,7 @@ const pd_key pd_schema[] = {
     {"decode.workers", PD_KEY_INTEGER, AT(decode.workers), 1, PD_DEPLOYMENT_WORKERS_MAX, NULL, NULL,
      "how many; instead of workers and ratio"},
     {"decode.device", PD_KEY_CHOICE, AT(decode.device), 0, 0, "cpu", DEVICES,
-     "kernels; cpu: the best for this machine"},
+     "what computes; cpu: its best instructions; auto: a GPU where there is one"},
     {"decode.threads", PD_KEY_AUTO, AT(decode.threads), 1, 1024, "auto", NULL,
      "compute threads of one worker; auto: the CPUs shared out"},
     {"decode.max_batch", PD_KEY_INTEGER, AT(decode.max_batch), 1, 1024, "64", NULL,

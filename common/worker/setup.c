@@ -144,12 +144,8 @@ static pd_status open_transfer(pd_worker_setup *setup)
     pd_status status = setup->options->engine->pool(
         setup->engine, pd_transfer_pool_room(setup->layout.pool_bytes), &pool);
 
-    if (status != PD_OK) {
-        pd_log_error("msg=\"no memory for the KV pool on the engine's device\" status=%s "
-                     "pool_bytes=%llu",
-                     pd_status_name(status), (unsigned long long)setup->layout.pool_bytes);
+    if (status != PD_OK)
         return status;
-    }
     setup->pool_kind = pool.kind;
     pd_transfer_options options = {
         .backend = setup->deployment.transfer.backend,
@@ -164,10 +160,9 @@ static pd_status open_transfer(pd_worker_setup *setup)
     status = pd_transfer_create(&options, &setup->transfer);
 
     if (status != PD_OK) {
-        pd_log_error("msg=\"the transfer cannot start\" status=%s backend=%s transport=%s "
-                     "pool_bytes=%llu",
-                     pd_status_name(status), options.backend, options.transport,
-                     (unsigned long long)options.pool_bytes);
+        if (status == PD_E_NOMEM)
+            pd_log_error("msg=\"no memory for the transfer\" pool_bytes=%llu",
+                         (unsigned long long)options.pool_bytes);
         return status;
     }
     catch_bus_errors(setup); /* a carrier may have taken the signal */
@@ -186,9 +181,9 @@ static pd_status create_engine(pd_worker_setup *setup)
     };
     pd_status status = setup->options->engine->create(setup->model, &options, &setup->engine);
 
-    if (status != PD_OK)
-        pd_log_error("msg=\"the engine cannot start\" status=%s device=%s", pd_status_name(status),
-                     options.device);
+    /* any other cause was told where it was seen, and is the last line that tells why we end */
+    if (status == PD_E_NOMEM)
+        pd_log_error("msg=\"no memory for the engine\" device=%s", options.device);
     return status;
 }
 

@@ -237,6 +237,38 @@ def needed(path):
     return re.findall(r"\(NEEDED\).*\[([^\]]+)\]", text)
 
 
+def programs(build):
+    """Every program of a build (no libraries, no objects)."""
+    for folder, _, names in os.walk(build):
+        for name in names:
+            path = os.path.join(folder, name)
+            if re.search(r"\.(so|o|a)(\.|$)", name) or os.path.islink(path) or not os.access(path, os.X_OK):
+                continue
+            with open(path, "rb") as file:
+                if file.read(4) == b"\x7fELF":
+                    yield path
+
+
+def loaded(program):
+    """What the loader maps with a program, by name: the libraries of its libraries too."""
+    text = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return [line.split()[0] for line in text.splitlines() if "=>" in line]
+
+
+GPU_LIBRARY = re.compile(r"lib(cuda|cudart|cublas|cublasLt|nccl|nvidia[\w-]*|nvrtc)\.so")
+
+
+def check_gpu_libraries(build):
+    """GPU code comes with plugins alone: no program needs a GPU's libraries to start."""
+    bad = []
+    for path in programs(build):
+        tests = room_of(os.path.relpath(path, build)) == "tests"
+        for lib in needed(path) if tests else needed(path) + loaded(path):
+            if GPU_LIBRARY.match(lib):
+                bad.append(f"{os.path.relpath(path, build)} loads {lib}")
+    return bad
+
+
 def check_router(program):
     """The router holds no tensor code and does not load the data plane's library."""
     bad = [f"router contains {name}" for name in sorted(symbols(program)) if name.startswith("kern_")]
