@@ -85,7 +85,7 @@ static const char **make_arguments(const launch_shared *shared, const char *bina
 }
 
 /* The child between fork and exec. */
-static noreturn void become(const char **argv, pid_t supervisor, int log_fd)
+static _Noreturn void become(const char **argv, pid_t supervisor, int log_fd)
 {
     sigset_t none;
     int null_fd = open("/dev/null", O_RDONLY);

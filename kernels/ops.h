@@ -113,6 +113,3 @@ typedef struct kern_ops {
 PD_CHECKED pd_status kern_ops_choose(const char *device, const kern_ops **ops_out);
 /* The tables of this build, reference first; NULL past the end. For tests and status. */
 const kern_ops *kern_ops_at(uint32_t index);
-
-/* One row of a matrix as the file holds it, as floats (the embedding); the same for all. */
-void kern_row_to_f32(pd_dtype dtype, const void *row, uint32_t cols, float *out);

@@ -16,6 +16,12 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#ifdef __CUDACC__ /* device code calls these, too */
+#define KERN_TREE_FUNCTION static __host__ __device__ inline
+#else
+#define KERN_TREE_FUNCTION static inline
+#endif
+
 #define KERN_LEAVES_MAX 64
 #define KERN_NODES_MAX  12 /* that cover a run of leaves: 2 (log2(64) - 1) is the worst case */
 #define KERN_TREE_DEPTH 6  /* sums that wait for a right neighbour, leaf by leaf: log2(64) */
@@ -30,7 +36,7 @@ typedef struct kern_nodes {
 } kern_nodes;
 
 /* The left child's leaves of a node of n >= 2 leaves. */
-static inline uint32_t kern_tree_left(uint32_t n)
+KERN_TREE_FUNCTION uint32_t kern_tree_left(uint32_t n)
 {
     uint32_t m = 1;
 
@@ -39,8 +45,8 @@ static inline uint32_t kern_tree_left(uint32_t n)
     return m;
 }
 
-static inline void kern_nodes_add(kern_nodes *nodes, uint32_t lo, uint32_t n, uint32_t from,
-                                  uint32_t to)
+KERN_TREE_FUNCTION void kern_nodes_add(kern_nodes *nodes, uint32_t lo, uint32_t n, uint32_t from,
+                                       uint32_t to)
 {
     /* depth-first without recursion, for device code: at most one pending right child a level */
     uint32_t stack_lo[8], stack_n[8], depth = 0;
@@ -66,10 +72,11 @@ static inline void kern_nodes_add(kern_nodes *nodes, uint32_t lo, uint32_t n, ui
 }
 
 /* The fewest nodes of the tree over `leaves` leaves that cover leaves [from, to). */
-static inline kern_nodes kern_nodes_of(uint32_t leaves, uint32_t from, uint32_t to)
+KERN_TREE_FUNCTION kern_nodes kern_nodes_of(uint32_t leaves, uint32_t from, uint32_t to)
 {
-    kern_nodes nodes = {0};
+    kern_nodes nodes;
 
+    nodes.count = 0;
     kern_nodes_add(&nodes, 0, leaves, from, to);
     return nodes;
 }
@@ -78,7 +85,7 @@ static inline kern_nodes kern_nodes_of(uint32_t leaves, uint32_t from, uint32_t 
  * come in order and every sum waits until its right neighbour is there: each as (waiting + own).
  * What is left then waits in turn; after the last leaf nothing does. waiting: how many there are.
  */
-static inline uint32_t kern_tree_adds(uint32_t i, uint32_t n, uint32_t waiting)
+KERN_TREE_FUNCTION uint32_t kern_tree_adds(uint32_t i, uint32_t n, uint32_t waiting)
 {
     uint32_t adds = 0;
 
@@ -90,8 +97,8 @@ static inline uint32_t kern_tree_adds(uint32_t i, uint32_t n, uint32_t waiting)
 }
 
 /* The same for the nodes that cover all leaves, in order: adds[k] for node k. */
-static inline void kern_nodes_adds(uint32_t leaves, const kern_node *nodes, uint32_t count,
-                                   uint8_t *adds)
+KERN_TREE_FUNCTION void kern_nodes_adds(uint32_t leaves, const kern_node *nodes, uint32_t count,
+                                        uint8_t *adds)
 {
     kern_node waiting[KERN_LEAVES_MAX];
     uint32_t depth = 0;
@@ -111,4 +118,17 @@ static inline void kern_nodes_adds(uint32_t leaves, const kern_node *nodes, uint
         }
         waiting[depth++] = own;
     }
+}
+
+/* The most nodes that any of `ranks` equal shares of the leaves has: what ranks gather has room for
+ * so many of each. Rank r's share is leaves [r * leaves / ranks, (r + 1) * leaves / ranks). */
+KERN_TREE_FUNCTION uint32_t kern_nodes_most(uint32_t leaves, uint32_t ranks)
+{
+    uint32_t most = 0;
+
+    for (uint32_t r = 0; r < ranks; r++) {
+        uint32_t count = kern_nodes_of(leaves, r * leaves / ranks, (r + 1) * leaves / ranks).count;
+        most = count > most ? count : most;
+    }
+    return most;
 }

@@ -6,6 +6,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct pd_hash128 {
     uint64_t lo, hi;
 } pd_hash128;
@@ -19,3 +23,7 @@ uint64_t pd_mix64(uint64_t value);
 uint64_t pd_random_next(uint64_t *state);
 /* 64 bits from the kernel, never 0: incarnations and ids. */
 uint64_t pd_random_id(void);
+
+#ifdef __cplusplus
+}
+#endif

@@ -12,6 +12,10 @@
 
 #include <stddef.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef enum pd_log_level {
     PD_LOG_ERROR,
     PD_LOG_WARN,
@@ -41,3 +45,7 @@ void pd_log_at(pd_log_level level, const char *req, const char *format, ...)
 #define pd_log_req_warn(req, ...)  pd_log_at(PD_LOG_WARN, (req), __VA_ARGS__)
 #define pd_log_req_info(req, ...)  pd_log_at(PD_LOG_INFO, (req), __VA_ARGS__)
 #define pd_log_req_debug(req, ...) pd_log_at(PD_LOG_DEBUG, (req), __VA_ARGS__)
+
+#ifdef __cplusplus
+}
+#endif

@@ -10,6 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define PD_MALLOC __attribute__((malloc, warn_unused_result))
 
 PD_MALLOC void *pd_malloc(size_t bytes);
@@ -35,3 +39,7 @@ PD_CHECKED pd_status pd_arena_create(size_t bytes_max, pd_arena **arena_out);
 void *pd_arena_alloc(pd_arena *arena, size_t bytes);
 char *pd_arena_strndup(pd_arena *arena, const char *text, size_t bytes);
 void pd_arena_destroy(pd_arena *arena);
+
+#ifdef __cplusplus
+}
+#endif

@@ -24,7 +24,7 @@ const char *pd_status_name(pd_status status)
     return "unknown";
 }
 
-noreturn void pd_assert_failed(const char *condition, const char *file, int line)
+void pd_assert_failed(const char *condition, const char *file, int line)
 {
     fprintf(stderr, "level=fatal msg=\"broken promise: %s\" at=%s:%d\n", condition, file, line);
     abort();

@@ -10,7 +10,10 @@
  * Any thread. */
 
 #include <stdbool.h>
-#include <stdnoreturn.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 #define PD_CHECKED __attribute__((warn_unused_result))
 
@@ -40,4 +43,8 @@ const char *pd_status_name(pd_status status);
 /* On in release builds too: a promise between our own functions, never a check of outside input. */
 #define pd_assert(condition)                                                                       \
     ((condition) ? (void)0 : pd_assert_failed(#condition, __FILE__, __LINE__))
-noreturn void pd_assert_failed(const char *condition, const char *file, int line);
+__attribute__((noreturn)) void pd_assert_failed(const char *condition, const char *file, int line);
+
+#ifdef __cplusplus
+}
+#endif

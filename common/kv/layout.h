@@ -18,6 +18,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef uint32_t pd_block; /* index into a pool, 0 .. blocks - 1 */
 #define PD_BLOCK_NONE UINT32_MAX
 
@@ -85,3 +89,7 @@ uint64_t pd_kv_layout_fingerprint(const pd_kv_layout *layout);
 pd_kv_layout pd_kv_layout_of_peer(const pd_kv_layout *layout, uint32_t blocks, uint32_t ranks);
 /* "f16 30x3x64 blocks of 16 tokens, groups of 5 layers": for errors and status. */
 void pd_kv_layout_describe(const pd_kv_layout *layout, char *text, size_t size);
+
+#ifdef __cplusplus
+}
+#endif

@@ -8,30 +8,23 @@
 #define TILE_BYTES 1024
 _Static_assert(TILE_BYTES == 8 * PD_TILE_WORDS, "a tile of whole tokens has a key for every word");
 
-/* How the tiles of a layout lie. A unit is one layer and head of a block: the pool is an array of
- * them, and so are the tables. */
-typedef struct tiling {
-    uint32_t tokens;    /* of a tile */
-    uint32_t tiles;     /* of a half; the last may have fewer tokens */
-    uint32_t row_words; /* of a token; the last may be part of one, then zeros fill it */
-} tiling;
-
+/* A unit is one layer and head of a block: the pool is an array of them, and so are the tables. */
 struct pd_seal_tiles {
     pd_kv_layout layout;
-    tiling tiling;
+    pd_seal_tiling tiling;
     uint64_t units;
     uint64_t *sums;    /* [units][k, v][tiling.tiles], each over the covered tokens of its tile */
     uint16_t *covered; /* [units] tokens; behind the sums */
     void *own;         /* NULL: the memory of both is the caller's */
 };
 
-static tiling tiling_of(const pd_kv_layout *layout)
+pd_seal_tiling pd_seal_tiling_of(uint64_t token_bytes, uint32_t block_tokens)
 {
-    tiling t = {.row_words = (uint32_t)((layout->token_bytes + 7) / 8)};
+    pd_seal_tiling t = {.row_words = (uint32_t)((token_bytes + 7) / 8)};
 
     t.tokens = PD_TILE_WORDS / t.row_words;
-    t.tokens = t.tokens < 1 ? 1 : t.tokens > layout->block_tokens ? layout->block_tokens : t.tokens;
-    t.tiles = (layout->block_tokens + t.tokens - 1) / t.tokens;
+    t.tokens = t.tokens < 1 ? 1 : t.tokens > block_tokens ? block_tokens : t.tokens;
+    t.tiles = (block_tokens + t.tokens - 1) / t.tokens;
     return t;
 }
 
@@ -64,8 +57,8 @@ static uint64_t sum_odd_end(const unsigned char *end, uint64_t bytes, uint64_t w
 }
 
 /* Tokens [row, row + rows) of a tile, which lie at bytes. */
-static uint64_t sum_rows(const pd_kv_layout *layout, const tiling *t, const unsigned char *bytes,
-                         uint32_t row, uint32_t rows)
+static uint64_t sum_rows(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                         const unsigned char *bytes, uint32_t row, uint32_t rows)
 {
     uint64_t sum = 0, whole = layout->token_bytes / 8, odd = layout->token_bytes % 8;
 
@@ -82,8 +75,8 @@ static uint64_t sum_rows(const pd_kv_layout *layout, const tiling *t, const unsi
     return sum;
 }
 
-static uint64_t sum_tile(const pd_kv_layout *layout, const tiling *t, const unsigned char *half,
-                         uint32_t tile, uint32_t rows)
+static uint64_t sum_tile(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                         const unsigned char *half, uint32_t tile, uint32_t rows)
 {
     return sum_rows(layout, t, half + (uint64_t)tile * t->tokens * layout->token_bytes, 0, rows);
 }
@@ -98,7 +91,9 @@ static uint64_t units_of(const pd_kv_layout *layout)
 uint64_t pd_seal_tiles_room(const pd_kv_layout *layout)
 {
     return units_of(layout) *
-           (sizeof(uint16_t) + 2 * (uint64_t)tiling_of(layout).tiles * sizeof(uint64_t));
+           (sizeof(uint16_t) +
+            2 * (uint64_t)pd_seal_tiling_of(layout->token_bytes, layout->block_tokens).tiles *
+                sizeof(uint64_t));
 }
 
 pd_status pd_seal_tiles_create_over(const pd_kv_layout *layout, void *memory,
@@ -109,7 +104,7 @@ pd_status pd_seal_tiles_create_over(const pd_kv_layout *layout, void *memory,
     if (tiles == NULL)
         return PD_E_NOMEM;
     tiles->layout = *layout;
-    tiles->tiling = tiling_of(layout);
+    tiles->tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens);
     tiles->units = units_of(layout);
     tiles->sums = memory;
     tiles->covered = (uint16_t *)(tiles->sums + tiles->units * 2 * tiles->tiling.tiles);
@@ -161,7 +156,7 @@ void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer,
                          uint32_t head, uint32_t from, uint32_t to)
 {
     const pd_kv_layout *layout = &tiles->layout;
-    const tiling *t = &tiles->tiling;
+    const pd_seal_tiling *t = &tiles->tiling;
     uint64_t offset = pd_kv_layout_k_offset(layout, layer, block, head);
     uint64_t unit = offset / layout->layer_bytes;
     uint32_t covered = tiles->covered[unit];
@@ -187,7 +182,7 @@ void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer,
 
 /* ---- seals ---- */
 
-static uint64_t place_key(const pd_seal_place *place)
+uint64_t pd_seal_place_key(const pd_seal_place *place)
 {
     const uint64_t fields[] = {
         place->request,     place->epoch,        place->group,
@@ -199,7 +194,7 @@ static uint64_t place_key(const pd_seal_place *place)
 /* What a walk over the tiles of a head range has, whatever it does with them. */
 typedef struct walk {
     const pd_kv_layout *layout;
-    tiling tiling;
+    pd_seal_tiling tiling;
     const unsigned char *pool;
     uint32_t group;
     pd_block block;
@@ -215,14 +210,14 @@ static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block
     pd_assert(place->valid_tokens > 0 && place->valid_tokens <= layout->block_tokens);
     return (walk){
         .layout = layout,
-        .tiling = tiling_of(layout),
+        .tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens),
         .pool = pool,
         .group = place->group,
         .block = block,
         .layers = pd_kv_layout_group_layers(layout, place->group),
         .valid_tokens = place->valid_tokens,
         .head_first = place->head_first,
-        .key = place_key(place),
+        .key = pd_seal_place_key(place),
     };
 }
 
@@ -235,7 +230,7 @@ static uint64_t unit_of(const walk *w, uint32_t head)
 static uint64_t seal_half(const walk *w, uint64_t at, uint32_t half, uint64_t key)
 {
     const pd_kv_layout *layout = w->layout;
-    const tiling *t = &w->tiling;
+    const pd_seal_tiling *t = &w->tiling;
     const unsigned char *bytes = w->pool + at * layout->layer_bytes + half * layout->half_bytes;
     uint64_t sum = 0;
     uint32_t covered = w->known == NULL ? 0 : w->known->covered[at];

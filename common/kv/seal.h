@@ -21,6 +21,10 @@
 
 #include "common/kv/layout.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct pd_seal_place {
     uint64_t request;
     uint32_t epoch;
@@ -30,6 +34,24 @@ typedef struct pd_seal_place {
     uint32_t head_first;   /* number in the model of the pool's head 0; 0 without a split */
     uint64_t layout_fingerprint;
 } pd_seal_place;
+
+/* Where a seal belongs, as one number. A seal is the sum (modulo 2^64) over heads h (numbered in
+ * the model), layers l of the group, halves (K 0, V 1) and the tiles i of a half that hold valid
+ * tokens of
+ *
+ *     mix(content ^ mix((key ^ mix(h * 2^32 + 2 l + half)) + i))
+ *
+ * where mix is pd_mix64; what cannot call this file (a GPU) makes it from the key alone. */
+uint64_t pd_seal_place_key(const pd_seal_place *place);
+
+/* How a half (K or V of one layer and head of a block) is cut into tiles. */
+typedef struct pd_seal_tiling {
+    uint32_t tokens;    /* of a tile */
+    uint32_t tiles;     /* of a half; the last may have fewer tokens */
+    uint32_t row_words; /* 64-bit, of a token; the last may be part of one, then zeros fill it */
+} pd_seal_tiling;
+
+pd_seal_tiling pd_seal_tiling_of(uint64_t token_bytes, uint32_t block_tokens);
 
 /* Content hashes of a pool's tiles: for each layer and head of each block how many tokens from its
  * start they cover, and the hashes. */
@@ -108,3 +130,7 @@ pd_sealer pd_host_sealer(pd_host_pool *pool);
 PD_CHECKED pd_status pd_seal_check(const pd_kv_layout *layout, const void *pool,
                                    pd_seal_tiles *tiles, pd_block block, const pd_seal_place *place,
                                    uint32_t slices, const uint64_t *seals);
+
+#ifdef __cplusplus
+}
+#endif

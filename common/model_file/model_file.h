@@ -13,6 +13,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct pd_model_file pd_model_file;
 
 /* Number formats, named as GGUF names them. Blocks are along the first dimension (columns). */
@@ -101,3 +105,7 @@ const pd_tensor *pd_model_file_tensor(const pd_model_file *file, const char *nam
 /* Tells this model's results from another's: a hash over the file's size, header (keys, tensor
  * list) and a sample of every tensor's bytes. The same file gives the same value everywhere. */
 pd_hash128 pd_model_file_fingerprint(const pd_model_file *file);
+
+#ifdef __cplusplus
+}
+#endif

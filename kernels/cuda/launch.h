@@ -78,7 +78,9 @@ typedef struct cu_kv {
 bool cu_supports(pd_dtype dtype);
 /* Packed bytes of `rows` rows and the columns [col_from, col_to) of a matrix with `cols` columns,
  * and the packing, from the file's rows (host) to host memory. Columns are multiples of 32 for
- * quantised formats. */
+ * quantised formats. What is packed in pieces, all but the last of a multiple of CU_PACK_ROWS rows,
+ * is one behind the other what is packed at once. */
+#define CU_PACK_ROWS 16
 uint64_t cu_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols);
 void cu_pack(pd_dtype dtype, uint32_t rows, uint32_t file_cols, uint32_t col_from, uint32_t col_to,
              const void *file_rows, void *out);
@@ -96,14 +98,17 @@ PD_CHECKED pd_status cu_matmul_nodes(gpu_stream *stream, const cu_matrix *matrix
 
 /* --- rows.cu: what works on whole rows --- */
 
-/* x[row] = the embedding of token[row]; table: the file's rows (device), dtype's format. */
+/* x[row] = the embedding of token[row], zeros for padding; table: the file's rows (device), dtype's
+ * format. */
 PD_CHECKED pd_status cu_embed(gpu_stream *stream, const cu_step *step, pd_dtype dtype,
                               const void *table, uint32_t hidden, uint64_t row_bytes, float *x);
 
 /* x[row] += each term's tree sum, term by term; a term is all ranks' nodes:
- * parts[rank][term][node][row][hidden]. ranks 0: nothing is added. Then, where norm_weight is not
- * NULL, out = rms_norm(x) * norm_weight, written in every form that out asks for. The 16-lane order
- * of kernels/number.h. */
+ * parts[rank][term][node][row][hidden], with room for kern_nodes_most nodes a rank and term. ranks
+ * 0: nothing is added. Then, where norm_weight is not NULL, out = rms_norm(x) * norm_weight,
+ * written in every form that out asks for. The 16-lane order of kernels/number.h. hidden: a
+ * multiple of 32, at most CU_HIDDEN_MAX. */
+#define CU_HIDDEN_MAX 16384
 typedef struct cu_residual {
     const float *parts;
     uint32_t ranks, terms, leaves_all;
@@ -111,7 +116,8 @@ typedef struct cu_residual {
 PD_CHECKED pd_status cu_residual_norm(gpu_stream *stream, uint32_t rows, uint32_t hidden, float *x,
                                       const cu_residual *add, const float *norm_weight, float eps,
                                       const cu_acts *out);
-/* The same norm of selected rows: out row i is of x row logits_row[i]. */
+/* The same norm of selected rows: out row i is of x row logits_row[i]; CU_ROW_NONE: padding, its
+ * row is not written. */
 PD_CHECKED pd_status cu_norm_rows(gpu_stream *stream, const uint32_t *logits_row, uint32_t count,
                                   uint32_t hidden, const float *x, const float *norm_weight,
                                   float eps, const cu_acts *out);
@@ -128,7 +134,10 @@ PD_CHECKED pd_status cu_silu_mul(gpu_stream *stream, uint32_t rows, uint32_t ffn
 /* qkv[row]: [heads q][kv_heads k][kv_heads v][head_dim]. Rotates q (in place) and k by
  * rope[position][rope_dims / 2] (cos, sin), writes K and V to the pool as f16, and brings the
  * tiles' hashes and covered counts up to date, as pd_seal_tiles_wrote for each run of rows of one
- * sequence in one block. */
+ * sequence in one block (where that changes nothing, since what is before was not covered, hashes
+ * of later tiles may be written: nothing reads a hash that is not covered). Rows of one sequence
+ * have the same table, other sequences others; a sequence's rows are neighbours by rising position,
+ * and a block that is written belongs to one sequence. head_dim: a multiple of 16, at most 512. */
 PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
                                uint32_t layer, uint32_t heads, uint32_t rope_dims,
                                const float *rope, float *qkv);
@@ -138,8 +147,12 @@ PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu
 /* Query rows of qkv (rotated) against the pool, causal; out[row][heads][head_dim]. Partial sums
  * cover KERN_SPLIT_TOKENS (256) positions at absolute places and are merged in order. decode: every
  * row is a sequence of its own (tiles are not looked at); positions_max bounds positions in this
- * call (a graph's bucket). scratch: cu_attention_scratch_bytes. */
-uint64_t cu_attention_scratch_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim,
+ * call (a graph's bucket): the step's are less. Else rows come by the step's tiles, and what is in
+ * no tile is not computed. head_dim: 32, 64, 80, 96, 128, 256, others are PD_E_UNSUPPORTED.
+ * scratch: cu_attention_scratch_bytes, which grows with rows and positions_max; for decode false it
+ * is CU_ATTENTION_PREFILL_SCRATCH at most. */
+#define CU_ATTENTION_PREFILL_SCRATCH (64u << 20)
+uint64_t cu_attention_scratch_bytes(bool decode, uint32_t rows, uint32_t heads, uint32_t head_dim,
                                     uint32_t positions_max);
 PD_CHECKED pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
                                   uint32_t layer, uint32_t heads, bool decode,
@@ -171,11 +184,13 @@ typedef struct cu_seal_item {
     uint32_t head_first; /* number in the model of the pool's head 0 */
 } cu_seal_item;
 /* seals[i] of items[i]. from_bytes: the content is hashed (a receiver's check), and what was hashed
- * becomes what the tiles say; else the tiles' sums are used where they cover the block. */
+ * becomes what the tiles say; else the tiles' sums are used where they cover the block. Items of
+ * one launch that are hashed name each layer and head of a block once. */
 PD_CHECKED pd_status cu_seal(gpu_stream *stream, const cu_kv *kv, uint32_t count,
                              const cu_seal_item *items, bool from_bytes, uint64_t *seals);
 /* Blocks of a group, heads [head_from, head_to), to or from one run of bytes
- * [block][head][layer in group][k, v][token][head_dim]. */
+ * [block][head][layer in group][k, v][token][head_dim]. What tiles said of blocks that are
+ * scattered to is forgotten. */
 PD_CHECKED pd_status cu_kv_gather(gpu_stream *stream, const cu_kv *kv, uint32_t group,
                                   uint32_t count, const pd_block *blocks, uint32_t head_from,
                                   uint32_t head_to, void *out);

@@ -41,15 +41,17 @@
  *   cu_bulk_copy(shared, global, bytes, b)  16-byte multiples; where CU_ARCH >= 90
  *
  * Memory: every access wider than the element's type goes through these (no pointer casts).
- *   cu_load<T>(p)  cu_load_once<T>(p) (read once: past L1)  cu_store<T>(p, v)   T up to 16 bytes:
- *   uint32_t, uint2, uint4, float, float2, float4, ...; p aligned to sizeof(T)
+ *   cu_load<T>(p)  cu_store<T>(p, v)   T up to 16 bytes: uint32_t, uint2, uint4, float, float2,
+ *   float4, ...; p aligned to sizeof(T)
+ *   cu_load_once<T>(p)         read once: past L1; global memory that no kernel writes meanwhile
  *   cu_atomic_add(p, v) (u32, s32, u64, f32: use only where order cannot matter)
  *   cu_atomic_max(p, v) cu_atomic_exchange(p, v) cu_atomic_cas(p, old, v)
  *   cu_fence() cu_fence_block()
  *
  * Numbers: equal to kernels/number.h bit for bit. Nothing is contracted (nvcc -fmad=false):
  * a*b+c is two roundings, fmaf one. / and sqrtf are the IEEE ones.
- *   cu_f16_to_f32(uint16_t) cu_f32_to_f16(float) (saturating, kern_f32_to_f16)
+ *   cu_f16_to_f32(uint16_t) (a NaN stays one, its payload is the machine's)
+ *   cu_f32_to_f16(float) (saturating, kern_f32_to_f16)
  *   cu_bf16_to_f32(uint16_t) cu_f32_to_bf16(float) (nearest even)
  *   cu_pack_f16(lo, hi) -> uint32_t, two halves, nearest even, not saturating
  *   cu_exp(float)              kern_exp

@@ -3,6 +3,7 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "kernels/big_memory.h"
+#include "kernels/file_row.h"
 #include "kernels/model/exchange.h"
 #include "kernels/model/rope.h"
 #include "kernels/model/weights.h"

@@ -1,29 +1,21 @@
 #include "kernels/model/sample.h"
 
-#include "common/base/hash.h"
 #include "kernels/number.h"
+#include "kernels/sampling.h"
 
-/* A candidate in one word, so that comparing words compares logits and, between equal ones, puts
- * the lower id first: the logit's bits made ascending, then the id's complement. */
-static uint64_t key_of(float logit, uint32_t id)
-{
-    uint32_t bits = kern_bits_of(logit == 0 ? 0 : logit); /* -0 is 0 */
-    uint32_t ascending = (bits & 0x80000000) != 0 ? ~bits : bits | 0x80000000;
+/* The candidates that have weight, and what lies in each bin of theirs. */
+typedef struct survey {
+    float largest, temperature;
+    uint64_t *keys; /* [count], in no order */
+    uint32_t count;
+    uint32_t counts[KERN_SAMPLE_BINS];
+    uint64_t weights[KERN_SAMPLE_BINS];
+} survey;
 
-    return (uint64_t)ascending << 32 | (uint32_t)~id;
-}
-
-static float logit_of(uint64_t key)
-{
-    uint32_t ascending = (uint32_t)(key >> 32);
-
-    return kern_float_of((ascending & 0x80000000) != 0 ? ascending & 0x7fffffff : ~ascending);
-}
-
-static uint32_t id_of(uint64_t key)
-{
-    return ~(uint32_t)key;
-}
+/* Where a search ended: a candidate, and the weight of all up to it, its own included. */
+typedef struct found {
+    uint64_t key, weight;
+} found;
 
 static uint32_t largest(const float *logits, uint32_t vocab)
 {
@@ -33,6 +25,49 @@ static uint32_t largest(const float *logits, uint32_t vocab)
         if (logits[id] > logits[best])
             best = id;
     return best;
+}
+
+static void count(survey *s, const float *logits, uint32_t vocab)
+{
+    memset(s->counts, 0, sizeof s->counts);
+    for (uint32_t id = 0; id < vocab; id++) {
+        uint32_t bin = kern_sample_bin(kern_sample_x(logits[id], s->largest, s->temperature));
+        if (bin >= KERN_SAMPLE_BINS)
+            continue;
+        s->keys[s->count++] = kern_sample_key(logits[id], id);
+        s->counts[bin]++;
+    }
+}
+
+/* Drops what lies in later bins than the k-th candidate: it needs no weights. */
+static void drop_all_after(survey *s, uint32_t k)
+{
+    uint32_t bin = 0, kept = 0;
+
+    for (uint32_t passed = 0; (passed += s->counts[bin]) < k;)
+        bin++;
+    uint64_t from = (uint64_t)kern_sample_bin_from(bin, s->largest, s->temperature) << 32;
+    for (uint32_t at = 0; at < s->count; at++) {
+        uint64_t key = s->keys[at];
+        s->keys[kept] = key;
+        kept += key >= from;
+    }
+    s->count = kept;
+}
+
+static uint64_t weigh(survey *s)
+{
+    uint64_t total = 0;
+
+    memset(s->weights, 0, sizeof s->weights);
+    for (uint32_t at = 0; at < s->count; at++) {
+        float logit = kern_sample_logit((uint32_t)(s->keys[at] >> 32));
+        float x = kern_sample_x(logit, s->largest, s->temperature);
+        uint64_t weight = kern_sample_weight(kern_exp(x));
+        s->weights[kern_sample_bin(x)] += weight;
+        total += weight;
+    }
+    return total;
 }
 
 static void sift_down(uint64_t *heap, uint32_t count, uint32_t at)
@@ -48,76 +83,78 @@ static void sift_down(uint64_t *heap, uint32_t count, uint32_t at)
     heap[at] = moved;
 }
 
-/* Takes the largest of heap[count] and leaves it at heap[count - 1], outside the shrunk heap. */
-static uint64_t pop(uint64_t *heap, uint32_t count)
+/* Brings the keys of a bin to the front of s->keys, as a heap. */
+static uint32_t heap_of_bin(survey *s, uint32_t bin)
 {
-    uint64_t top = heap[0];
+    uint64_t *keys = s->keys;
+    uint64_t from = (uint64_t)kern_sample_bin_from(bin, s->largest, s->temperature) << 32;
+    uint64_t to = bin == 0
+                      ? UINT64_MAX
+                      : (uint64_t)kern_sample_bin_from(bin - 1, s->largest, s->temperature) << 32;
+    uint32_t in = 0;
 
-    heap[0] = heap[count - 1];
-    sift_down(heap, count - 1, 0);
-    heap[count - 1] = top;
-    return top;
+    for (uint32_t at = 0; at < s->count; at++) {
+        uint64_t key = keys[at];
+        if (key < from || key >= to)
+            continue;
+        keys[at] = keys[in];
+        keys[in++] = key;
+    }
+    pd_assert(in == s->counts[bin]);
+    for (uint32_t at = in / 2; at-- > 0;)
+        sift_down(keys, in, at);
+    return in;
 }
 
-/* Uniform in [0, 1), from (seed, choice, position) alone. */
-static double draw(const kern_sampling *sampling, uint32_t position)
+/* The first candidate up to which there are more than t: of candidates, or of their weight. There
+ * must be more than t in all. */
+static found find(survey *s, bool by_count, uint64_t t)
 {
-    uint64_t word = pd_mix64(sampling->seed + 0x632be59bd9b4e019);
-    word = pd_mix64(word ^ ((uint64_t)sampling->choice << 32 | position));
-    return (double)(pd_mix64(word + 0x9e3779b97f4a7c15) >> 11) * 0x1p-53;
-}
+    found f = {0};
+    uint64_t passed = 0;
+    uint32_t bin = 0;
 
-static double weight_of(const kern_sampling *sampling, float logit, float top)
-{
-    float x = (logit - top) / sampling->temperature;
-    return x < KERN_EXP_MIN ? 0 : (double)kern_exp(x);
+    for (;; bin++) {
+        pd_assert(bin < KERN_SAMPLE_BINS);
+        uint64_t more = by_count ? s->counts[bin] : s->weights[bin];
+        if (passed + more > t)
+            break;
+        passed += more;
+        f.weight += s->weights[bin];
+    }
+    for (uint32_t left = heap_of_bin(s, bin); passed <= t; left--) {
+        pd_assert(left > 0);
+        f.key = s->keys[0];
+        float logit = kern_sample_logit((uint32_t)(f.key >> 32));
+        uint64_t weight =
+            kern_sample_weight(kern_exp(kern_sample_x(logit, s->largest, s->temperature)));
+        f.weight += weight;
+        passed += by_count ? 1 : weight;
+        s->keys[0] = s->keys[left - 1];
+        s->keys[left - 1] = f.key; /* stays among the keys, for the next search */
+        sift_down(s->keys, left - 1, 0);
+    }
+    return f;
 }
 
 uint32_t kern_sample(const kern_sampling *sampling, const float *logits, uint32_t vocab,
                      uint32_t position, uint64_t *scratch)
 {
     uint32_t best = largest(logits, vocab);
-    uint32_t kept_max = sampling->top_k == 0 || sampling->top_k > vocab ? vocab : sampling->top_k;
-    double total = 0, sum = 0;
 
-    if (!(sampling->temperature > 0) || kept_max == 1)
+    if (!(sampling->temperature > 0) || !(sampling->top_p > 0) || sampling->top_k == 1)
         return best;
-    for (uint32_t id = 0; id < vocab; id++)
-        scratch[id] = key_of(logits[id], id);
-    for (uint32_t at = vocab / 2; at-- > 0;)
-        sift_down(scratch, vocab, at);
-    /* Popped keys gather at the end of scratch, largest last. With top_k off all of them count
-     * towards the total, whether or not they will be looked at. */
-    uint32_t popped = 0;
-    if (kept_max < vocab) {
-        for (; popped < kept_max; popped++)
-            total += weight_of(sampling, logit_of(pop(scratch, vocab - popped)), logits[best]);
-    } else {
-        for (uint32_t id = 0; id < vocab; id++)
-            total += weight_of(sampling, logits[id], logits[best]);
-    }
-    float top_p = sampling->top_p > 0 && sampling->top_p < 1 ? sampling->top_p : 1;
-    if (sampling->top_p <= 0)
-        return best;
-    /* How much of the total is kept: whole candidates, until they reach top_p of it. */
-    double goal = top_p < 1 ? 0 : total;
-    uint32_t looked = 0;
-    for (; top_p < 1 && looked < kept_max && goal < total * (double)top_p; looked++) {
-        uint64_t key = looked < popped ? scratch[vocab - 1 - looked] : pop(scratch, vocab - looked);
-        goal += weight_of(sampling, logit_of(key), logits[best]);
-    }
-    popped = looked > popped ? looked : popped;
-    double target = draw(sampling, position) * goal;
-    uint32_t chosen = best;
-    for (uint32_t at = 0; at < kept_max; at++) {
-        uint64_t key = at < popped ? scratch[vocab - 1 - at] : pop(scratch, vocab - at);
-        double weight = weight_of(sampling, logit_of(key), logits[best]);
-        if (weight == 0)
-            break;
-        chosen = id_of(key);
-        sum += weight;
-        if (sum > target)
-            break;
-    }
-    return chosen;
+    pd_assert(vocab <= KERN_SAMPLE_VOCAB_MAX);
+    survey s = {.largest = logits[best], .temperature = sampling->temperature, .keys = scratch};
+    count(&s, logits, vocab);
+    bool some = sampling->top_k > 0 && sampling->top_k < s.count;
+    if (some)
+        drop_all_after(&s, sampling->top_k);
+    uint64_t total = weigh(&s);
+    if (some)
+        total = find(&s, true, sampling->top_k - 1).weight;
+    if (sampling->top_p < 1)
+        total = find(&s, false, kern_sample_top_p_target(total, sampling->top_p)).weight;
+    uint64_t random = kern_sample_bits(sampling->seed, sampling->choice, position);
+    return kern_sample_id(find(&s, false, kern_mul_high(random, total)).key);
 }

@@ -2,6 +2,7 @@
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "kernels/file_row.h"
 #include "kernels/number.h"
 
 #include <stdio.h>

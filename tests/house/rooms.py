@@ -48,7 +48,8 @@ SYSTEM = re.compile(
     r"stdalign|stdarg|stdatomic|stdbool|stddef|stdint|stdio|stdlib|stdnoreturn|string|strings|"
     r"threads|time|uchar|wchar|wctype|dirent|dlfcn|fcntl|getopt|grp|ifaddrs|netdb|poll|pthread|"
     r"pwd|sched|semaphore|spawn|termios|unistd|glob|fnmatch|libgen|regex|syslog|malloc|byteswap|"
-    r"endian|features|link|elf|execinfo|error|alloca)\.h"
+    r"endian|features|link|elf|execinfo|error|alloca|ucontext)\.h"
+    r"|atomic|type_traits|utility"
     r"|(sys|linux|netinet|arpa|net|bits|asm|sanitizer)/.*"
 )
 BANNED = ("strcpy", "strcat", "sprintf", "vsprintf", "strtok", "atoi", "atol", "atof", "gets")

@@ -1,6 +1,7 @@
 /* Each operation of each backend equals the reference bit for bit, at odd sizes and with outliers;
  * and the reference is accurate against double precision. */
 
+#include "kernels/file_row.h"
 #include "kernels/model/rope.h"
 #include "kernels/number.h"
 #include "kernels/ops.h"

@@ -8,11 +8,25 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-enum { HIDDEN = 96, HEAD_DIM = 32, LAYERS = 3, CONTEXT = 1024 };
-
-typedef struct sizes {
-    uint32_t heads, kv_heads, ffn, vocab;
-} sizes;
+const tiny_shape tiny_every_format = {
+    .hidden = 96,
+    .heads = 6,
+    .kv_heads = 2,
+    .head_dim = 32,
+    .ffn = 192,
+    .layers = 3,
+    .vocab = TINY_VOCAB,
+    .context = 1024,
+    .embedding = PD_Q8_0,
+    .query = PD_Q4_1,
+    .key = PD_Q8_0,
+    .value = PD_F16,
+    .output = PD_Q4_0,
+    .gate = PD_Q4_1,
+    .up = PD_BF16,
+    .down = PD_Q8_0,
+    .head = PD_F32,
+};
 
 typedef struct tensor {
     char name[48];
@@ -23,7 +37,6 @@ typedef struct tensor {
 
 typedef struct writer {
     pd_buf head, data;
-    const sizes *of;
     tensor tensors[64];
     uint32_t tensors_count;
     uint64_t keys;
@@ -124,19 +137,23 @@ static void add_tensor(writer *w, const char *name, pd_dtype dtype, uint32_t col
     free(memory);
 }
 
-static void add_layer(writer *w, uint32_t layer)
+static void add_layer(writer *w, const tiny_shape *shape, uint32_t layer)
 {
-    const uint32_t q = w->of->heads * HEAD_DIM, kv = w->of->kv_heads * HEAD_DIM, ffn = w->of->ffn;
+    uint32_t q = shape->heads * shape->head_dim, kv = shape->kv_heads * shape->head_dim;
     const struct {
         const char *name;
         pd_dtype dtype;
         uint32_t cols, rows;
     } parts[] = {
-        {"attn_norm", PD_F32, HIDDEN, 1},    {"attn_q", PD_Q4_1, HIDDEN, q},
-        {"attn_k", PD_Q8_0, HIDDEN, kv},     {"attn_v", PD_F16, HIDDEN, kv},
-        {"attn_output", PD_Q4_0, q, HIDDEN}, {"ffn_norm", PD_F32, HIDDEN, 1},
-        {"ffn_gate", PD_Q4_1, HIDDEN, ffn},  {"ffn_up", PD_BF16, HIDDEN, ffn},
-        {"ffn_down", PD_Q8_0, ffn, HIDDEN},
+        {"attn_norm", PD_F32, shape->hidden, 1},
+        {"attn_q", shape->query, shape->hidden, q},
+        {"attn_k", shape->key, shape->hidden, kv},
+        {"attn_v", shape->value, shape->hidden, kv},
+        {"attn_output", shape->output, q, shape->hidden},
+        {"ffn_norm", PD_F32, shape->hidden, 1},
+        {"ffn_gate", shape->gate, shape->hidden, shape->ffn},
+        {"ffn_up", shape->up, shape->hidden, shape->ffn},
+        {"ffn_down", shape->down, shape->ffn, shape->hidden},
     };
     char name[48];
 
@@ -146,28 +163,28 @@ static void add_layer(writer *w, uint32_t layer)
     }
 }
 
-static void add_keys(writer *w)
+static void add_keys(writer *w, const tiny_shape *shape)
 {
-    char token[16];
+    char token[12];
 
     key_text(w, "general.architecture", "llama");
-    key_u32(w, "llama.block_count", LAYERS);
-    key_u32(w, "llama.context_length", CONTEXT);
-    key_u32(w, "llama.embedding_length", HIDDEN);
-    key_u32(w, "llama.feed_forward_length", w->of->ffn);
-    key_u32(w, "llama.attention.head_count", w->of->heads);
-    key_u32(w, "llama.attention.head_count_kv", w->of->kv_heads);
-    key_u32(w, "llama.attention.key_length", HEAD_DIM);
-    key_u32(w, "llama.attention.value_length", HEAD_DIM);
-    key_u32(w, "llama.rope.dimension_count", HEAD_DIM);
+    key_u32(w, "llama.block_count", shape->layers);
+    key_u32(w, "llama.context_length", shape->context);
+    key_u32(w, "llama.embedding_length", shape->hidden);
+    key_u32(w, "llama.feed_forward_length", shape->ffn);
+    key_u32(w, "llama.attention.head_count", shape->heads);
+    key_u32(w, "llama.attention.head_count_kv", shape->kv_heads);
+    key_u32(w, "llama.attention.key_length", shape->head_dim);
+    key_u32(w, "llama.attention.value_length", shape->head_dim);
+    key_u32(w, "llama.rope.dimension_count", shape->head_dim);
     key_f32(w, "llama.rope.freq_base", 10000);
     key_f32(w, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
     key_text(w, "tokenizer.ggml.model", "gpt2");
     put_text(&w->head, "tokenizer.ggml.tokens");
     put_u32(&w->head, 9);
     put_u32(&w->head, 8);
-    put_u64(&w->head, w->of->vocab);
-    for (uint32_t i = 0; i < w->of->vocab; i++) {
+    put_u64(&w->head, shape->vocab);
+    for (uint32_t i = 0; i < shape->vocab; i++) {
         snprintf(token, sizeof token, "t%u", i);
         put_text(&w->head, token);
     }
@@ -208,21 +225,26 @@ static void write_file(writer *w, FILE *file)
     pd_buf_fini(&out);
 }
 
-static pd_model_file *open_sizes(const sizes *of)
+pd_model_file *tiny_open(void)
+{
+    return tiny_open_shape(&tiny_every_format);
+}
+
+pd_model_file *tiny_open_shape(const tiny_shape *shape)
 {
     char path[] = "/tmp/kvferry-tiny-XXXXXX";
     writer *w = calloc(1, sizeof *w);
     pd_model_file *opened = NULL;
 
-    w->of = of;
     pd_buf_init(&w->head, 1 << 20);
     pd_buf_init(&w->data, 1 << 23);
-    add_keys(w);
-    add_tensor(w, "token_embd.weight", PD_Q8_0, HIDDEN, of->vocab);
-    for (uint32_t layer = 0; layer < LAYERS; layer++)
-        add_layer(w, layer);
-    add_tensor(w, "output_norm.weight", PD_F32, HIDDEN, 1);
-    add_tensor(w, "output.weight", PD_F32, HIDDEN, of->vocab);
+    add_keys(w, shape);
+    add_tensor(w, "token_embd.weight", shape->embedding, shape->hidden, shape->vocab);
+    for (uint32_t layer = 0; layer < shape->layers; layer++)
+        add_layer(w, shape, layer);
+    add_tensor(w, "output_norm.weight", PD_F32, shape->hidden, 1);
+    if (!shape->tied)
+        add_tensor(w, "output.weight", shape->head, shape->hidden, shape->vocab);
     int fd = mkstemp(path);
     FILE *file = fd < 0 ? NULL : fdopen(fd, "wb");
     if (file == NULL)
@@ -237,15 +259,15 @@ static pd_model_file *open_sizes(const sizes *of)
     return opened;
 }
 
-pd_model_file *tiny_open(void)
-{
-    return open_sizes(&(sizes){.heads = 6, .kv_heads = 2, .ffn = 192, .vocab = TINY_VOCAB});
-}
-
 pd_model_file *tiny_open_for_ranks(uint32_t kv_heads)
 {
-    return open_sizes(&(sizes){
-        .heads = 2 * kv_heads, .kv_heads = kv_heads, .ffn = 64 * kv_heads, .vocab = 24 * kv_heads});
+    tiny_shape shape = tiny_every_format;
+
+    shape.heads = 2 * kv_heads;
+    shape.kv_heads = kv_heads;
+    shape.ffn = 64 * kv_heads;
+    shape.vocab = 24 * kv_heads;
+    return tiny_open_shape(&shape);
 }
 
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks)

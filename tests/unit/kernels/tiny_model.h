@@ -2,7 +2,8 @@
 
 /* tests/unit/kernels/tiny_model.h - a model of a few thousand weights, written as a GGUF file.
  *
- * Every matrix format occurs in it, and no size is a round number where it need not be. */
+ * Of any shape and mix of formats. In the one that tiny_open makes every format occurs, and no size
+ * is a round number where it need not be. */
 
 #include "common/kv/layout.h"
 #include "common/model_file/model_file.h"
@@ -15,9 +16,17 @@ void tiny_fill(pd_dtype dtype, uint64_t seed, uint32_t rows, uint32_t cols, void
 /* A value in [-1, 1), one in 50 forty times as large. */
 float tiny_random(uint64_t *state);
 
+typedef struct tiny_shape {
+    uint32_t hidden, heads, kv_heads, head_dim, ffn, layers, vocab, context;
+    bool tied; /* the head is the embedding */
+    pd_dtype embedding, query, key, value, output, gate, up, down, head;
+} tiny_shape;
+extern const tiny_shape tiny_every_format;
+
 /* Writes the file to a temporary path and opens it; aborts on failure. */
 pd_model_file *tiny_open(void);
-/* One that can be cut among as many ranks as divide kv_heads. */
+pd_model_file *tiny_open_shape(const tiny_shape *shape);
+/* One that can be cut among as many ranks as divide kv_heads, in every format. */
 pd_model_file *tiny_open_for_ranks(uint32_t kv_heads);
 /* A layout for it, with blocks of 16 tokens and groups of one layer. */
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks);

@@ -1,0 +1,198 @@
+/* kernels/cuda/attention.cu - paged attention: the launcher, and the merge of splits. */
+
+#include "kernels/cuda/attention.h"
+
+#include "common/base/log.h"
+
+#define MERGE_WARPS 4u
+
+/* A split's state as its place in a row's fold: value = keep * value + take * part. */
+typedef struct merge_term {
+    float keep, take, sum;
+} merge_term;
+
+/* The terms of 32 splits, one a lane; largest: of all before them, then with them. Folding by
+ * attention_fold one by one needs the largest score so far before each: a prefix maximum. */
+CU_DEVICE merge_term find_term(const float *stats, uint32_t split, uint32_t splits, uint32_t lane,
+                               float *largest)
+{
+    float2 state = {-INFINITY, 0};
+
+    if (split < splits)
+        state = cu_load_once<float2>(stats + 2 * (uint64_t)split);
+    float until = state.x;
+    for (uint32_t by = 1; by < 32; by *= 2) {
+        float other = cu_shuffle_up(CU_ALL, until, by);
+        until = lane >= by ? fmaxf(until, other) : until;
+    }
+    until = fmaxf(until, *largest);
+    float before = cu_shuffle_up(CU_ALL, until, 1);
+    before = lane == 0 ? *largest : before;
+    *largest = cu_shuffle(CU_ALL, until, 31);
+    merge_term term = {cu_exp(before - until), cu_exp(state.x - until), state.y};
+    if (split == 0) { /* taken as it is */
+        term.keep = 0;
+        term.take = 1;
+    }
+    return term;
+}
+
+/* A warp is one row and head: its splits folded in order, a lane to four columns. decode: a row of
+ * one split is written already. */
+template <int D> CU_KERNEL(MERGE_WARPS * 32, 4) attention_merge_kernel(const attention_args args)
+{
+    const uint32_t vectors = (D + 127) / 128;
+    uint32_t lane = threadIdx.x % 32, row = blockIdx.y;
+    uint32_t head = blockIdx.x * MERGE_WARPS + threadIdx.x / 32;
+    uint32_t position = args.position[row];
+    float largest = -INFINITY, sum = 0;
+    float4 value[vectors];
+
+    if (head >= args.heads || position == CU_ROW_NONE)
+        return;
+    uint32_t splits = position / ATTENTION_SPLIT + 1;
+    if (splits == 1 && !args.part_only)
+        return;
+    uint64_t out = (uint64_t)row * args.heads + head;
+    const float *parts = args.part + out * args.splits * D;
+    const float *stats = args.stats + out * args.splits * 2;
+#pragma unroll
+    for (uint32_t v = 0; v < vectors; v++)
+        value[v] = {0, 0, 0, 0};
+    for (uint32_t base = 0; base < splits; base += 32) {
+        merge_term mine = find_term(stats, base + lane, splits, lane, &largest);
+        uint32_t count = splits - base < 32 ? splits - base : 32;
+#pragma unroll 4
+        for (uint32_t i = 0; i < count; i++) {
+            merge_term term = {cu_shuffle(CU_ALL, mine.keep, i), cu_shuffle(CU_ALL, mine.take, i),
+                               cu_shuffle(CU_ALL, mine.sum, i)};
+            sum = fmaf(term.sum, term.take, sum * term.keep);
+#pragma unroll
+            for (uint32_t v = 0; v < vectors; v++) {
+                uint32_t column = (v * 32 + lane) * 4;
+                if (column >= D)
+                    continue;
+                float4 part = cu_load_once<float4>(parts + (uint64_t)(base + i) * D + column);
+                value[v].x = attention_fold_value(value[v].x, part.x, term.keep, term.take);
+                value[v].y = attention_fold_value(value[v].y, part.y, term.keep, term.take);
+                value[v].z = attention_fold_value(value[v].z, part.z, term.keep, term.take);
+                value[v].w = attention_fold_value(value[v].w, part.w, term.keep, term.take);
+            }
+        }
+    }
+    float inverse = 1.0f / sum;
+#pragma unroll
+    for (uint32_t v = 0; v < vectors; v++) {
+        uint32_t column = (v * 32 + lane) * 4;
+        if (column >= D)
+            continue;
+        value[v].x = attention_finish(value[v].x, inverse);
+        value[v].y = attention_finish(value[v].y, inverse);
+        value[v].z = attention_finish(value[v].z, inverse);
+        value[v].w = attention_finish(value[v].w, inverse);
+        cu_store<float4>(args.out + out * D + column, value[v]);
+    }
+}
+
+static pd_status merge(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
+                       uint32_t rows)
+{
+    dim3 grid((args->heads + MERGE_WARPS - 1) / MERGE_WARPS, rows), block(MERGE_WARPS * 32);
+
+    switch (head_dim) {
+    case 32: return CU_LAUNCH((attention_merge_kernel<32>), grid, block, 0, stream, *args);
+    case 64: return CU_LAUNCH((attention_merge_kernel<64>), grid, block, 0, stream, *args);
+    case 80: return CU_LAUNCH((attention_merge_kernel<80>), grid, block, 0, stream, *args);
+    case 96: return CU_LAUNCH((attention_merge_kernel<96>), grid, block, 0, stream, *args);
+    case 128: return CU_LAUNCH((attention_merge_kernel<128>), grid, block, 0, stream, *args);
+    case 256: return CU_LAUNCH((attention_merge_kernel<256>), grid, block, 0, stream, *args);
+    }
+    return PD_E_UNSUPPORTED;
+}
+
+static uint32_t splits_of(uint32_t positions_max)
+{
+    return (positions_max + ATTENTION_SPLIT - 1) / ATTENTION_SPLIT;
+}
+
+static uint64_t part_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim, uint32_t splits)
+{
+    return (uint64_t)rows * heads * splits * (head_dim + 2) * sizeof(float);
+}
+
+uint64_t cu_attention_scratch_bytes(bool decode, uint32_t rows, uint32_t heads, uint32_t head_dim,
+                                    uint32_t positions_max)
+{
+    uint32_t splits = splits_of(positions_max);
+    uint64_t bytes = splits > 1 ? part_bytes(rows, heads, head_dim, splits) : 0;
+
+    return decode || bytes < CU_ATTENTION_PREFILL_SCRATCH ? bytes : CU_ATTENTION_PREFILL_SCRATCH;
+}
+
+/* Tiles that fill a GPU by themselves go through their contexts split by split, which costs no
+ * traffic; fewer are split over blocks, while their parts have room. */
+#define PREFILL_BLOCKS_ENOUGH 128
+
+static bool prefill_splits(const cu_step *step, const cu_kv *kv, uint32_t heads,
+                           const attention_args *args)
+{
+    uint64_t blocks = (uint64_t)step->tiles * kv->kv_heads * args->head_blocks;
+
+    return args->splits > 1 && blocks < PREFILL_BLOCKS_ENOUGH &&
+           part_bytes(step->rows, heads, kv->head_dim, args->splits) <=
+               CU_ATTENTION_PREFILL_SCRATCH;
+}
+
+/* Where K of the layer, block 0 and head 0 lies, and the strides (common/kv/layout.h). */
+static void find_layer(const cu_kv *kv, uint32_t layer, attention_args *args)
+{
+    uint32_t group = layer / kv->group_layers, before = group * kv->group_layers;
+    uint32_t left = kv->layers - before;
+    uint32_t layers = left < kv->group_layers ? left : kv->group_layers;
+
+    args->head_stride = layers * kv->layer_bytes;
+    args->block_stride = kv->kv_heads * args->head_stride;
+    args->half_bytes = kv->half_bytes;
+    args->block_tokens = kv->block_tokens;
+    args->pool = (const uint8_t *)kv->pool +
+                 (uint64_t)before * kv->kv_heads * kv->layer_bytes * kv->blocks +
+                 (layer - before) * kv->layer_bytes;
+}
+
+pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv, uint32_t layer,
+                       uint32_t heads, bool decode, uint32_t positions_max, float scale,
+                       const float *qkv, float *out, void *scratch)
+{
+    uint32_t head_dim = kv->head_dim;
+    attention_args args = {};
+    pd_status status;
+
+    pd_assert(heads % kv->kv_heads == 0 && kv->token_bytes == 2 * (uint64_t)head_dim);
+    find_layer(kv, layer, &args);
+    args.qkv = qkv;
+    args.qkv_stride = (heads + 2 * (uint64_t)kv->kv_heads) * head_dim;
+    args.heads = heads;
+    args.heads_each = heads / kv->kv_heads;
+    args.head_blocks =
+        decode ? (args.heads_each + 15) / 16 : attention_prefill_blocks(head_dim, args.heads_each);
+    args.heads_in_block = (args.heads_each + args.head_blocks - 1) / args.head_blocks;
+    args.position = step->position;
+    args.table = step->table;
+    args.blocks = step->blocks;
+    args.tile_row = step->tile_row;
+    args.tile_rows = step->tile_rows;
+    args.scale = scale;
+    args.splits = splits_of(positions_max);
+    args.part_only = !decode && prefill_splits(step, kv, heads, &args);
+    args.out = out;
+    args.part = (float *)scratch;
+    args.stats = args.part + (uint64_t)step->rows * heads * args.splits * head_dim;
+    status = decode ? attention_decode(stream, &args, head_dim, kv->kv_heads, step->rows)
+                    : attention_prefill(stream, &args, head_dim, kv->kv_heads, step->tiles);
+    if (status == PD_E_UNSUPPORTED)
+        pd_log_error("msg=\"attention: no CUDA kernel for heads of this size\" head_dim=%u",
+                     head_dim);
+    if (status != PD_OK || args.splits == 1 || (!decode && !args.part_only))
+        return status;
+    return merge(stream, &args, head_dim, step->rows);
+}

@@ -1,0 +1,257 @@
+#pragma once
+
+/* kernels/cuda/attention.h - what the attention kernels share: the order of every sum, and the
+ * pieces of a warp's work. Included by attention*.cu alone.
+ *
+ * The order. A row's context is cut at absolute positions, the same for every row, batch and chunk:
+ *   chunk     16 positions: the k of one mma, and never across a KV block
+ *   run       64 positions: one softmax; its weighted V is one chain of mma over its chunks
+ *   split    256 positions (KERN_SPLIT_TOKENS): its runs folded in order
+ *   row      its splits folded in order, then divided by the sum
+ * What a state (largest score, sum, weighted V) is folded into what came before by, attention_fold,
+ * is one formula everywhere (as kernels/ref/ops.c merges splits). Decode gives each run of a split
+ * to a warp and each split to a block; prefill walks them with one warp. Neither changes a bit:
+ * - a row of an mma's result depends on that row of A alone, and a masked position adds p * v with
+ *   p = 0 and v finite: an exact zero;
+ * - a run that lies wholly after a row's position folds in as x * 1 + 0 * e;
+ * - the sign of zero, which such a sum may lose, is taken off at the end.
+ *
+ * Numbers. K and V are the pool's f16, exactly. A query head (times scale) is brought to
+ * [2^14, 2^15) by a power of two and split into two f16, high + low: 22 bits of each element, or
+ * 2^-40 of the largest. Probabilities, at most 1, are scaled by 2^14 and split likewise. Both parts
+ * are multiplied: twice the mma, f32 sums.
+ *
+ * Fragments (PTX ISA, mma.m16n8k16), with quad = lane / 4 and pair = lane % 4: C holds rows quad
+ * and quad + 8, columns 2 * pair and + 1. Rows are query heads (and tokens), columns positions,
+ * then head dimensions. The C of two neighbouring score tiles is the A of the product with V. */
+
+#include "kernels/ops.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/words.h"
+
+#define ATTENTION_CHUNK      16u
+#define ATTENTION_RUN        64u
+#define ATTENTION_SPLIT      ((uint32_t)KERN_SPLIT_TOKENS)
+#define ATTENTION_RUN_CHUNKS (ATTENTION_RUN / ATTENTION_CHUNK)
+#define ATTENTION_SPLIT_RUNS (ATTENTION_SPLIT / ATTENTION_RUN)
+
+/* Everything a kernel is told. Strides in bytes unless said. */
+typedef struct attention_args {
+    const float *qkv; /* row r at qkv + r * qkv_stride (floats) */
+    uint64_t qkv_stride;
+    const uint8_t *pool;                            /* K of the layer, block 0, head 0 */
+    uint64_t block_stride, head_stride, half_bytes; /* V lies half_bytes on */
+    uint32_t block_tokens;
+    uint32_t heads, heads_each; /* of the model (rank), of a KV head */
+    uint32_t head_blocks,
+        heads_in_block; /* a KV head's heads over blocks; the last may have less */
+    const uint32_t *position, *table;
+    const pd_block *blocks;
+    const uint32_t *tile_row, *tile_rows;
+    float scale;
+    uint32_t splits; /* that have room in the scratch */
+    bool part_only;  /* prefill: a block computes one split (its blockIdx.x), not all in turn */
+    float *out;      /* [row][heads][head_dim] */
+    float *part;     /* [row][heads][splits][head_dim]: a split's weighted V */
+    float *stats;    /* [row][heads][splits][2]: its largest score and its sum */
+} attention_args;
+
+/* attention_decode.cu, attention_prefill.cu. PD_E_UNSUPPORTED: head_dim has no kernel. */
+pd_status attention_decode(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
+                           uint32_t kv_heads, uint32_t rows);
+pd_status attention_prefill(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
+                            uint32_t kv_heads, uint32_t tiles);
+/* Blocks over which prefill spreads a KV head's query heads. */
+uint32_t attention_prefill_blocks(uint32_t head_dim, uint32_t heads_each);
+
+/* Chunks lie in shared memory as [16 positions][head_dim] f16, rows an odd number of 16-byte units
+ * apart: the 8 rows of a matrix that ldmatrix reads at once are in 8 different bank groups, and
+ * unlike with a swizzle every address is a lane's base and a constant. */
+template <int D> struct attention_shape {
+    static const uint32_t row_bytes = (D / 8 | 1) * 16;
+    static const uint32_t chunk_bytes = ATTENTION_CHUNK * row_bytes;
+    static const uint32_t units = D / 16; /* copies of a warp (32 x 16 bytes) to a chunk */
+    static const uint32_t steps = D / 16; /* mma along head_dim */
+    static const uint32_t tiles = D / 8;  /* columns of 8 across head_dim */
+};
+
+/* A warp's copy of one of a chunk's units. Rows from `valid` on are filled with zeros and not read:
+ * they may hold anything, NaN too. */
+template <int D>
+CU_DEVICE void attention_load_unit(uint8_t *chunk, const uint8_t *global, uint32_t unit,
+                                   uint32_t lane, uint32_t valid)
+{
+    uint32_t at = unit * 32 + lane; /* 16-byte pieces */
+    uint32_t row = at / (D / 8), column = at % (D / 8);
+
+    cu_async_16(chunk + row * attention_shape<D>::row_bytes + column * 16, global + at * 16,
+                row < valid);
+}
+
+/* high + low = the pair, to 22 bits. */
+CU_DEVICE void attention_split_pair(float even, float odd, uint32_t *high, uint32_t *low)
+{
+    uint32_t pair = cu_pack_f16(even, odd);
+
+    *high = pair;
+    *low = cu_pack_f16(even - cu_f16_to_f32((uint16_t)pair),
+                       odd - cu_f16_to_f32((uint16_t)(pair >> 16)));
+}
+
+CU_DEVICE float attention_quad_max(float value)
+{
+    value = fmaxf(value, cu_shuffle_xor(CU_ALL, value, 1));
+    return fmaxf(value, cu_shuffle_xor(CU_ALL, value, 2));
+}
+
+CU_DEVICE float attention_quad_sum(float value)
+{
+    value = value + cu_shuffle_xor(CU_ALL, value, 1);
+    return value + cu_shuffle_xor(CU_ALL, value, 2);
+}
+
+/* A lane's pair of a query head: step of 16 columns, the upper 8 of them or not. NULL: zeros. */
+CU_DEVICE float2 attention_query_pair(const float *row, uint32_t step, uint32_t upper, float scale,
+                                      uint32_t lane)
+{
+    float2 pair = {0, 0};
+
+    if (row != NULL)
+        pair = cu_load<float2>(row + step * 16 + upper * 8 + lane % 4 * 2);
+    pair.x *= scale;
+    pair.y *= scale;
+    return pair;
+}
+
+/* What brings a query head to [2^14, 2^15), and (factor) its scores back: both powers of two, both
+ * normal numbers. */
+template <int D>
+CU_DEVICE float attention_query_multiplier(const float *row, float scale, uint32_t lane,
+                                           float *factor)
+{
+    float largest = 0;
+
+#pragma unroll
+    for (uint32_t i = 0; i < D / 8; i++) {
+        float2 pair = attention_query_pair(row, i / 2, i % 2, scale, lane);
+        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+    }
+    uint32_t power = cu_bits(attention_quad_max(largest)) >> 23;
+    uint32_t up = 268 - power;
+    up = up < 253 ? up : 253;
+    *factor = cu_float((254 - up) << 23);
+    return cu_float(up << 23);
+}
+
+/* A step's A fragments. rows, multiplier: of rows quad and quad + 8. */
+CU_DEVICE void attention_query_step(const float *const rows[2], uint32_t step, float scale,
+                                    const float multiplier[2], uint32_t lane, uint32_t high[4],
+                                    uint32_t low[4])
+{
+#pragma unroll
+    for (uint32_t i = 0; i < 4; i++) {
+        float2 pair = attention_query_pair(rows[i % 2], step, i / 2, scale, lane);
+        attention_split_pair(pair.x * multiplier[i % 2], pair.y * multiplier[i % 2], &high[i],
+                             &low[i]);
+    }
+}
+
+/* What ldmatrix reads for two neighbouring tiles of B, from a lane's place in a chunk: of K rows
+ * are columns of B, of V they are rows (transposed on the way). */
+template <int D> CU_DEVICE uint32_t attention_key_lane(uint32_t lane)
+{
+    return ((lane & 7) + (lane >> 4) * 8) * attention_shape<D>::row_bytes + (lane >> 3 & 1) * 16;
+}
+
+template <int D> CU_DEVICE uint32_t attention_value_lane(uint32_t lane)
+{
+    return ((lane & 7) + (lane >> 3 & 1) * 8) * attention_shape<D>::row_bytes + (lane >> 4) * 16;
+}
+
+/* A run's scores before they are multiplied by the factor: s[tile of 8 positions][C]. */
+#define ATTENTION_RUN_TILES (ATTENTION_RUN / 8)
+
+/* Scores of positions past a row's own become -inf. last[]: of rows quad and quad + 8, how many
+ * positions of the run they see, less one. */
+template <bool UPPER>
+CU_DEVICE void attention_mask(float s[ATTENTION_RUN_TILES][4], const int32_t last[2], uint32_t lane)
+{
+#pragma unroll
+    for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
+#pragma unroll
+        for (uint32_t i = 0; i < (UPPER ? 4 : 2); i++)
+            if ((int32_t)(tile * 8 + lane % 4 * 2 + i % 2) > last[i / 2])
+                s[tile][i] = -INFINITY;
+}
+
+/* Scores to probabilities times 2^14, as A fragments by chunk; the largest score (of all that are
+ * not masked) and the sum of the probabilities. A masked score gives exp's lower bound, 2.6e-34
+ * here: nothing in f16, and lost in any sum that matters, since the largest adds 2^14. UPPER false:
+ * rows 8 to 15 are not in use. */
+template <bool UPPER>
+CU_DEVICE void attention_softmax(float s[ATTENTION_RUN_TILES][4], const float factor[2],
+                                 uint32_t high[ATTENTION_RUN_CHUNKS][4],
+                                 uint32_t low[ATTENTION_RUN_CHUNKS][4], float largest_out[2],
+                                 float sum_out[2])
+{
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        float largest = -INFINITY, sum = 0;
+
+        if (half == 1 && !UPPER) {
+#pragma unroll
+            for (uint32_t chunk = 0; chunk < ATTENTION_RUN_CHUNKS; chunk++)
+                high[chunk][1] = high[chunk][3] = low[chunk][1] = low[chunk][3] = 0;
+            largest_out[1] = sum_out[1] = 0;
+            break;
+        }
+#pragma unroll
+        for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
+            largest = fmaxf(largest, fmaxf(s[tile][half * 2], s[tile][half * 2 + 1]));
+        largest = attention_quad_max(largest) * factor[half];
+#pragma unroll
+        for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++) {
+            uint32_t chunk = tile / 2, i = tile % 2 * 2 + half;
+            /* the factor is a power of two: one rounding, as of a difference */
+            float even = cu_exp(fmaf(s[tile][half * 2], factor[half], -largest)) * 16384.0f;
+            float odd = cu_exp(fmaf(s[tile][half * 2 + 1], factor[half], -largest)) * 16384.0f;
+            sum += even;
+            sum += odd;
+            attention_split_pair(even, odd, &high[chunk][i], &low[chunk][i]);
+        }
+        largest_out[half] = largest;
+        sum_out[half] = attention_quad_sum(sum);
+    }
+}
+
+/* (largest, sum) takes in another state's; weighted V is then keep * v + take * other's v. */
+CU_DEVICE void attention_fold(float *largest, float *sum, float other_largest, float other_sum,
+                              float *keep, float *take)
+{
+    float both = fmaxf(*largest, other_largest);
+
+    *keep = cu_exp(*largest - both);
+    *take = cu_exp(other_largest - both);
+    *sum = fmaf(other_sum, *take, *sum * *keep);
+    *largest = both;
+}
+
+CU_DEVICE float attention_fold_value(float value, float other, float keep, float take)
+{
+    return fmaf(other, take, value * keep);
+}
+
+/* The result of a row's whole state; + 0 makes every zero the same. */
+CU_DEVICE float attention_finish(float value, float inverse)
+{
+    return fmaf(value, inverse, 0.0f);
+}
+
+/* Where a chunk's K lies, from its first token. */
+CU_DEVICE uint64_t attention_chunk_offset(const attention_args *args, uint32_t table,
+                                          uint32_t token, uint32_t token_bytes)
+{
+    uint32_t block = args->blocks[table + token / args->block_tokens];
+
+    return block * args->block_stride + token % args->block_tokens * (uint64_t)token_bytes;
+}

@@ -1,0 +1,411 @@
+/* kernels/cuda/attention_prefill.cu - attention of tiles: up to 16 consecutive rows of a sequence.
+ *
+ * A tile's rows times the query heads of a KV head are the rows of the mma, 16 to a warp, up to
+ * four warps to a block (of as many as there are heads: 16 tokens each), which share K and V in
+ * shared memory: one run of each. While scores are computed V arrives, while V is added the next K.
+ * A warp keeps a split's state in registers and folds each run's into it, eight columns of V at a
+ * time; the state of all splits so far lies in shared memory, where only its own lane comes by.
+ * Where there are few tiles, a block computes one split instead and leaves it to attention_merge.
+ *
+ * Ladder: see attention.cu. */
+
+#include "kernels/cuda/attention.h"
+
+template <int D> struct prefill_shape {
+    static const uint32_t warps_max = D <= 128 ? 4 : 2; /* sm_80 has 163 KiB for a block */
+    static const uint32_t run_bytes = ATTENTION_RUN_CHUNKS * attention_shape<D>::chunk_bytes;
+    static const uint32_t query_bytes = 2 * attention_shape<D>::steps * 32 * 16; /* of a warp */
+    static const uint32_t state_bytes = 16 * D * 4;                              /* likewise */
+    /* the state of the split in the making is in registers where there are enough */
+    static const bool in_registers = D <= 128;
+    static const uint32_t warp_bytes = query_bytes + (in_registers ? 1 : 2) * state_bytes;
+    static uint32_t shared_bytes(uint32_t warps)
+    {
+        return 2 * run_bytes + warps * warp_bytes;
+    }
+};
+
+/* What a block, then what a warp works on. */
+typedef struct prefill_place {
+    uint32_t row, rows;        /* of the tile */
+    uint32_t position;         /* of its first row */
+    uint32_t last;             /* of its last row */
+    uint32_t kv_head, table;   /* table: where the block table starts */
+    uint32_t run_from, run_to; /* runs of the sequence that the block goes through */
+} prefill_place;
+
+/* One of a lane's two rows of the mma. */
+typedef struct prefill_row {
+    bool used;
+    uint32_t row, head; /* of all */
+    int32_t position;   /* -1: not used */
+} prefill_row;
+
+/* A split in the making, and what is known of all splits before it. Weighted V in shared memory is
+ * [tile][rows quad, + 8][lane] pairs, a lane's own. */
+template <int D> struct prefill_state {
+    float largest[2], sum[2], all_largest[2], all_sum[2];
+    float o[prefill_shape<D>::in_registers ? D / 8 : 1][4];
+    float2 *all, *o_shared;
+};
+
+template <int D>
+CU_DEVICE float2 get_value(const prefill_state<D> *state, uint32_t tile, uint32_t half,
+                           uint32_t lane)
+{
+    if (!prefill_shape<D>::in_registers)
+        return cu_load<float2>(state->o_shared + (tile * 2 + half) * 32 + lane);
+    float2 pair = {state->o[tile][half * 2], state->o[tile][half * 2 + 1]};
+    return pair;
+}
+
+template <int D>
+CU_DEVICE void set_value(prefill_state<D> *state, uint32_t tile, uint32_t half, uint32_t lane,
+                         float2 pair)
+{
+    if (!prefill_shape<D>::in_registers) {
+        cu_store<float2>(state->o_shared + (tile * 2 + half) * 32 + lane, pair);
+        return;
+    }
+    state->o[tile][half * 2] = pair.x;
+    state->o[tile][half * 2 + 1] = pair.y;
+}
+
+CU_DEVICE bool find_place(const attention_args *args, prefill_place *place)
+{
+    uint32_t runs;
+
+    place->rows = args->tile_rows[blockIdx.z];
+    if (place->rows == 0)
+        return false;
+    place->row = args->tile_row[blockIdx.z];
+    place->position = args->position[place->row];
+    place->last = place->position + place->rows - 1;
+    place->table = args->table[place->row];
+    place->kv_head = blockIdx.y / args->head_blocks;
+    runs = place->last / ATTENTION_RUN + 1;
+    place->run_from = 0;
+    place->run_to = runs;
+    if (args->part_only) {
+        place->run_from = blockIdx.x * ATTENTION_SPLIT_RUNS;
+        place->run_to = place->run_from + ATTENTION_SPLIT_RUNS;
+        place->run_to = place->run_to < runs ? place->run_to : runs;
+    }
+    return place->run_from < place->run_to;
+}
+
+CU_DEVICE void find_rows(const attention_args *args, const prefill_place *place, uint32_t lane,
+                         prefill_row rows[2])
+{
+    uint32_t first = (blockIdx.y % args->head_blocks * (blockDim.x / 32) + threadIdx.x / 32) * 16;
+
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        uint32_t at = first + half * 8 + lane / 4;
+        uint32_t row = at / args->heads_each;
+        rows[half].used = row < place->rows;
+        rows[half].row = place->row + row;
+        rows[half].head = place->kv_head * args->heads_each + at % args->heads_each;
+        rows[half].position = rows[half].used ? (int32_t)(place->position + row) : -1;
+    }
+}
+
+/* The block's copy of a run's K, or V (half: args->half_bytes); nothing past the tile's last row.
+ */
+template <int D>
+CU_DEVICE void load_run(const attention_args *args, const prefill_place *place, uint32_t run,
+                        uint64_t half, uint8_t *shared)
+{
+    uint32_t lane = threadIdx.x % 32;
+    uint32_t first = run * ATTENTION_RUN, count = place->last + 1 - first;
+    uint64_t offset = 0;
+
+    if (lane < ATTENTION_RUN_CHUNKS && lane * ATTENTION_CHUNK < count)
+        offset = attention_chunk_offset(args, place->table, first + lane * ATTENTION_CHUNK, D * 2);
+    offset += place->kv_head * args->head_stride + half;
+    for (uint32_t unit = threadIdx.x / 32; unit < ATTENTION_RUN_CHUNKS * attention_shape<D>::units;
+         unit += blockDim.x / 32) {
+        uint32_t chunk = unit / attention_shape<D>::units;
+        uint32_t before = chunk * ATTENTION_CHUNK;
+        attention_load_unit<D>(shared + chunk * attention_shape<D>::chunk_bytes,
+                               args->pool + cu_shuffle(CU_ALL, offset, chunk),
+                               unit % attention_shape<D>::units, lane,
+                               count > before ? count - before : 0);
+    }
+}
+
+/* Fragments of the query to shared memory, a lane's own: [step][high, low][lane] uint4. The query
+ * is read twice, for there are no registers to keep it in. */
+template <int D>
+CU_DEVICE void store_query(const attention_args *args, const prefill_row rows[2], uint32_t lane,
+                           uint8_t *shared, float factor[2])
+{
+    const float *from[2];
+    float multiplier[2];
+
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        from[half] = rows[half].used ? args->qkv + rows[half].row * args->qkv_stride +
+                                           (uint64_t)rows[half].head * D
+                                     : NULL;
+        multiplier[half] =
+            attention_query_multiplier<D>(from[half], args->scale, lane, &factor[half]);
+    }
+    cu_sync_warp(CU_ALL); /* the compiler reads again, too */
+#pragma unroll
+    for (uint32_t step = 0; step < attention_shape<D>::steps; step++) {
+        uint32_t high[4], low[4];
+        attention_query_step(from, step, args->scale, multiplier, lane, high, low);
+        uint4 h = {high[0], high[1], high[2], high[3]}, l = {low[0], low[1], low[2], low[3]};
+        cu_store<uint4>(shared + (step * 64 + lane) * 16, h);
+        cu_store<uint4>(shared + (step * 64 + 32 + lane) * 16, l);
+    }
+}
+
+template <int D>
+CU_DEVICE void score_run(const uint8_t *query, const uint8_t *keys, uint32_t lane,
+                         float s[ATTENTION_RUN_TILES][4])
+{
+    const uint8_t *mine = keys + attention_key_lane<D>(lane);
+
+#pragma unroll
+    for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++)
+            s[tile][j] = 0;
+#pragma unroll
+    for (uint32_t step = 0; step < attention_shape<D>::steps; step++) {
+        uint4 h = cu_load<uint4>(query + (step * 64 + lane) * 16);
+        uint4 l = cu_load<uint4>(query + (step * 64 + 32 + lane) * 16);
+        uint32_t high[4] = {h.x, h.y, h.z, h.w}, low[4] = {l.x, l.y, l.z, l.w};
+        uint32_t b[ATTENTION_RUN_CHUNKS][4];
+
+#pragma unroll
+        for (uint32_t chunk = 0; chunk < ATTENTION_RUN_CHUNKS; chunk++)
+            cu_ldmatrix_x4(b[chunk], mine + chunk * attention_shape<D>::chunk_bytes + step * 32);
+#pragma unroll
+        for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
+            cu_mma_f16(s[tile], high, b[tile / 2] + tile % 2 * 2);
+#pragma unroll
+        for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
+            cu_mma_f16(s[tile], low, b[tile / 2] + tile % 2 * 2);
+    }
+}
+
+/* The split's state is complete: into the state of all, or out as a part. */
+template <int D>
+CU_DEVICE void end_split(const attention_args *args, const prefill_row rows[2], uint32_t lane,
+                         uint32_t split, prefill_state<D> *state)
+{
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        float keep = 0, take = 0;
+
+        if (args->part_only) {
+            bool seen = rows[half].position >= (int32_t)(split * ATTENTION_SPLIT);
+            if (!seen)
+                continue;
+            uint64_t part =
+                ((uint64_t)rows[half].row * args->heads + rows[half].head) * args->splits + split;
+#pragma unroll
+            for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile++) {
+                float2 pair = get_value<D>(state, tile, half, lane);
+                cu_store<float2>(args->part + part * D + tile * 8 + lane % 4 * 2, pair);
+            }
+            float2 pair = {state->largest[half], state->sum[half]};
+            if (lane % 4 == 0)
+                cu_store<float2>(args->stats + part * 2, pair);
+            continue;
+        }
+        if (split == 0) {
+            state->all_largest[half] = state->largest[half];
+            state->all_sum[half] = state->sum[half];
+        } else {
+            attention_fold(&state->all_largest[half], &state->all_sum[half], state->largest[half],
+                           state->sum[half], &keep, &take);
+        }
+#pragma unroll
+        for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile++) {
+            float2 *at = state->all + (tile * 2 + half) * 32 + lane;
+            float2 pair = get_value<D>(state, tile, half, lane);
+            if (split != 0) {
+                float2 before = cu_load<float2>(at);
+                pair.x = attention_fold_value(before.x, pair.x, keep, take);
+                pair.y = attention_fold_value(before.y, pair.y, keep, take);
+            }
+            cu_store<float2>(at, pair);
+        }
+    }
+}
+
+template <int D>
+CU_DEVICE void write_rows(const attention_args *args, const prefill_row rows[2], uint32_t lane,
+                          const prefill_state<D> *state)
+{
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        if (!rows[half].used)
+            continue;
+        float inverse = 1.0f / state->all_sum[half];
+        float *out = args->out + ((uint64_t)rows[half].row * args->heads + rows[half].head) * D;
+#pragma unroll
+        for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile++) {
+            float2 pair = cu_load<float2>(state->all + (tile * 2 + half) * 32 + lane);
+            pair.x = attention_finish(pair.x, inverse);
+            pair.y = attention_finish(pair.y, inverse);
+            cu_store<float2>(out + tile * 8 + lane % 4 * 2, pair);
+        }
+    }
+}
+
+/* A warp's probabilities of a run, and how the run folds into its split. */
+typedef struct prefill_weights {
+    uint32_t high[ATTENTION_RUN_CHUNKS][4], low[ATTENTION_RUN_CHUNKS][4];
+    float keep[2], take[2];
+} prefill_weights;
+
+template <int D>
+CU_DEVICE void weigh_run(float s[ATTENTION_RUN_TILES][4], const prefill_row rows[2], uint32_t run,
+                         uint32_t lane, const float factor[2], prefill_state<D> *state,
+                         prefill_weights *weights)
+{
+    float largest[2], sum[2];
+    int32_t first = (int32_t)(run * ATTENTION_RUN);
+    int32_t last[2] = {rows[0].position - first, rows[1].position - first};
+    bool whole = last[0] >= (int32_t)ATTENTION_RUN - 1 && last[1] >= (int32_t)ATTENTION_RUN - 1;
+
+    if (!cu_all(CU_ALL, whole))
+        attention_mask<true>(s, last, lane);
+    attention_softmax<true>(s, factor, weights->high, weights->low, largest, sum);
+#pragma unroll
+    for (uint32_t half = 0; half < 2; half++) {
+        weights->keep[half] = weights->take[half] = 0;
+        if (run % ATTENTION_SPLIT_RUNS == 0) {
+            state->largest[half] = largest[half];
+            state->sum[half] = sum[half];
+        } else {
+            attention_fold(&state->largest[half], &state->sum[half], largest[half], sum[half],
+                           &weights->keep[half], &weights->take[half]);
+        }
+    }
+}
+
+/* Adds a run's weighted V to the split's, tile by tile. first: the split begins with it. */
+template <int D>
+CU_DEVICE void add_values(const uint8_t *values, uint32_t lane, const prefill_weights *weights,
+                          bool first, prefill_state<D> *state)
+{
+    const uint8_t *mine = values + attention_value_lane<D>(lane);
+
+#pragma unroll
+    for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile += 2) {
+        float part[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+        for (uint32_t chunk = 0; chunk < ATTENTION_RUN_CHUNKS; chunk++) {
+            uint32_t b[4];
+            cu_ldmatrix_x4_trans(b, mine + chunk * attention_shape<D>::chunk_bytes + tile * 16);
+            cu_mma_f16(part[0], weights->high[chunk], b);
+            cu_mma_f16(part[1], weights->high[chunk], b + 2);
+            cu_mma_f16(part[0], weights->low[chunk], b);
+            cu_mma_f16(part[1], weights->low[chunk], b + 2);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) { /* which tile, which rows */
+            uint32_t half = i % 2;
+            float2 pair = {part[i / 2][half * 2], part[i / 2][half * 2 + 1]};
+            if (!first) {
+                float2 before = get_value<D>(state, tile + i / 2, half, lane);
+                pair.x = attention_fold_value(before.x, pair.x, weights->keep[half],
+                                              weights->take[half]);
+                pair.y = attention_fold_value(before.y, pair.y, weights->keep[half],
+                                              weights->take[half]);
+            }
+            set_value<D>(state, tile + i / 2, half, lane, pair);
+        }
+    }
+}
+
+template <int D>
+CU_KERNEL(prefill_shape<D>::warps_max * 32, D <= 128 ? 2 : 1)
+attention_prefill_kernel(const attention_args args)
+{
+    CU_SHARED_DYNAMIC(shared);
+    uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint8_t *keys = shared, *values = shared + prefill_shape<D>::run_bytes;
+    uint8_t *own = shared + 2 * prefill_shape<D>::run_bytes + warp * prefill_shape<D>::warp_bytes;
+    prefill_place place;
+    prefill_row rows[2];
+    prefill_state<D> state;
+    float factor[2];
+
+    if (!find_place(&args, &place))
+        return;
+    find_rows(&args, &place, lane, rows);
+    load_run<D>(&args, &place, place.run_from, 0, keys);
+    cu_async_commit();
+    load_run<D>(&args, &place, place.run_from, args.half_bytes, values);
+    cu_async_commit();
+    store_query<D>(&args, rows, lane, own, factor);
+    state.all = (float2 *)(own + prefill_shape<D>::query_bytes);
+    state.o_shared = state.all + prefill_shape<D>::state_bytes / sizeof(float2);
+    for (uint32_t run = place.run_from; run < place.run_to; run++) {
+        float s[ATTENTION_RUN_TILES][4];
+        prefill_weights weights;
+        uint32_t next = run + 1;
+
+        cu_async_wait<1>();
+        cu_sync(); /* K is there, everyone's part of it */
+        score_run<D>(own, keys, lane, s);
+        cu_sync(); /* K is used up */
+        if (next < place.run_to)
+            load_run<D>(&args, &place, next, 0, keys);
+        cu_async_commit();
+        weigh_run<D>(s, rows, run, lane, factor, &state, &weights);
+        cu_async_wait<1>();
+        cu_sync(); /* V is there */
+        add_values<D>(values, lane, &weights, run % ATTENTION_SPLIT_RUNS == 0, &state);
+        cu_sync(); /* V is used up */
+        if (next < place.run_to)
+            load_run<D>(&args, &place, next, args.half_bytes, values);
+        cu_async_commit();
+        uint32_t split = run / ATTENTION_SPLIT_RUNS;
+        if (next % ATTENTION_SPLIT_RUNS == 0 || next == place.run_to)
+            end_split<D>(&args, rows, lane, split, &state);
+    }
+    if (!args.part_only)
+        write_rows<D>(&args, rows, lane, &state);
+}
+
+uint32_t attention_prefill_blocks(uint32_t head_dim, uint32_t heads_each)
+{
+    uint32_t warps_max = head_dim <= 128 ? 4 : 2;
+
+    return (heads_each + warps_max - 1) / warps_max;
+}
+
+template <int D>
+static pd_status launch(gpu_stream *stream, const attention_args *args, uint32_t kv_heads,
+                        uint32_t tiles)
+{
+    /* the rows of the mma are 16 tokens times heads_each: one warp a head, evenly spread */
+    uint32_t warps = (args->heads_each + args->head_blocks - 1) / args->head_blocks;
+    dim3 grid(args->part_only ? args->splits : 1, kv_heads * args->head_blocks, tiles);
+
+    static_assert(prefill_shape<D>::warps_max == (D <= 128 ? 4 : 2), "as attention_prefill_blocks");
+    return CU_LAUNCH((attention_prefill_kernel<D>), grid, dim3(warps * 32),
+                     prefill_shape<D>::shared_bytes(warps), stream, *args);
+}
+
+pd_status attention_prefill(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
+                            uint32_t kv_heads, uint32_t tiles)
+{
+    switch (head_dim) {
+    case 32: return launch<32>(stream, args, kv_heads, tiles);
+    case 64: return launch<64>(stream, args, kv_heads, tiles);
+    case 80: return launch<80>(stream, args, kv_heads, tiles);
+    case 96: return launch<96>(stream, args, kv_heads, tiles);
+    case 128: return launch<128>(stream, args, kv_heads, tiles);
+    case 256: return launch<256>(stream, args, kv_heads, tiles);
+    }
+    return PD_E_UNSUPPORTED;
+}

@@ -1,0 +1,450 @@
+#include "kernels/cuda/model.h"
+
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "common/kv/tile_sum.h"
+#include "kernels/cuda/forward.h"
+#include "kernels/cuda/graphs.h"
+#include "kernels/cuda/seals.h"
+#include "kernels/cuda/stage.h"
+
+#include <stdio.h>
+
+#define PAGE_BYTES 4096
+
+struct kern_loaded {
+    kern_backend_options options;
+    cu_model_settings settings;
+    gpu *device;
+    cu_weights weights;
+    cu_forward *forward;
+    gpu_stream *stream; /* steps */
+    gpu_event *done;    /* the step's last */
+    cu_graphs graphs;
+    bool graphs_off; /* by the options, or since recording failed */
+    char name[160];
+    void *pool_base; /* pool_alloc's; the pool begins at a page in it */
+    /* from bind on */
+    bool bound;
+    cu_kv kv;
+    void *hashes; /* the pool's: covered, tile sums, keys */
+    uint64_t hashes_bytes;
+    cu_batch_limits limits;
+    cu_batch *batch;
+    cu_groups *groups;
+    cu_sealer *sealing, *checking; /* who ships and who verifies do not wait for each other */
+};
+
+/* ---- creation ---- */
+
+static cu_forward_options forward_options_of(const kern_loaded *model)
+{
+    const kern_backend_options *o = &model->options;
+
+    return (cu_forward_options){.weights = &model->weights,
+                                .comm = model->settings.comm,
+                                .rows_max = o->rows_max,
+                                .logits_max = o->slices_max + o->logits_rows_max,
+                                .context_max = o->context_max};
+}
+
+/* Device memory by holder; the KV pool, its hashes and the uploads come with bind. */
+static pd_status check_memory(const kern_loaded *model)
+{
+    const cu_forward_options forward = forward_options_of(model);
+    const gpu_info *info = gpu_info_of(model->device);
+    uint64_t weights = model->weights.bytes;
+    uint64_t steps = cu_forward_bytes(&forward);
+
+    if (weights + steps <= info->memory_free_bytes)
+        return PD_OK;
+    pd_log_error(
+        "msg=\"%s: the model does not fit into the device's memory\" device=%u name=\"%s\" "
+        "weights_bytes=%llu step_bytes=%llu free_bytes=%llu rows_max=%u context_max=%u",
+        model->settings.backend, model->options.device, info->name, (unsigned long long)weights,
+        (unsigned long long)steps, (unsigned long long)info->memory_free_bytes,
+        model->options.rows_max, model->options.context_max);
+    return PD_E_NOMEM;
+}
+
+static pd_status open_device(kern_loaded *model)
+{
+    char reason[256];
+    uint32_t count = gpu_count(reason, sizeof reason);
+
+    if (count == 0) {
+        pd_log_error("msg=\"%s: no device: %s\"", model->settings.backend, reason);
+        return PD_E_UNSUPPORTED;
+    }
+    if (model->options.device >= count) {
+        pd_log_error("msg=\"%s: there is no such device\" device=%u devices=%u",
+                     model->settings.backend, model->options.device, count);
+        return PD_E_UNSUPPORTED;
+    }
+    pd_status status = gpu_open(model->options.device, &model->device);
+    if (status != PD_OK)
+        return status;
+    gpu_use(model->device);
+    snprintf(model->name, sizeof model->name, "%s %s", model->settings.backend,
+             gpu_info_of(model->device)->name);
+    return PD_OK;
+}
+
+static pd_status load(kern_loaded *model, const pd_model_file *file)
+{
+    const cu_comm *comm = model->settings.comm;
+    uint32_t rank = comm != NULL ? comm->rank : 0, ranks = comm != NULL ? comm->ranks : 1;
+
+    pd_status status = cu_weights_plan(file, rank, ranks, &model->weights);
+    if (status == PD_OK)
+        status = check_memory(model);
+    if (status == PD_OK)
+        status = cu_weights_load(file, model->device, &model->weights);
+    if (status != PD_OK)
+        return status;
+    cu_forward_options forward = forward_options_of(model);
+    status = cu_forward_create(model->device, &forward, &model->forward);
+    if (status == PD_OK)
+        status = gpu_stream_create(model->device, &model->stream);
+    if (status == PD_OK)
+        status = gpu_event_create(model->device, &model->done);
+    return status;
+}
+
+pd_status cu_model_create(const pd_model_file *file, const kern_backend_options *options,
+                          const cu_model_settings *settings, kern_loaded **model_out)
+{
+    kern_loaded *model = pd_calloc(1, sizeof *model);
+
+    if (model == NULL)
+        return PD_E_NOMEM;
+    pd_assert(options->rows_max > 0 && options->context_max > 0 && options->slices_max > 0);
+    model->options = *options;
+    model->settings = *settings;
+    model->graphs_off = settings->no_graphs;
+    pd_status status = open_device(model);
+    if (status == PD_OK)
+        status = load(model, file);
+    if (status != PD_OK) {
+        cu_model_destroy(model);
+        return status;
+    }
+    *model_out = model;
+    return PD_OK;
+}
+
+void cu_model_destroy(kern_loaded *model)
+{
+    if (model == NULL)
+        return;
+    if (model->device != NULL)
+        gpu_use(model->device);
+    cu_graphs_clear(&model->graphs);
+    cu_sealer_destroy(model->sealing);
+    cu_sealer_destroy(model->checking);
+    cu_groups_destroy(model->groups);
+    cu_batch_destroy(model->batch);
+    cu_forward_destroy(model->forward);
+    cu_weights_fini(&model->weights);
+    if (model->hashes != NULL)
+        gpu_free(model->device, model->hashes);
+    if (model->done != NULL)
+        gpu_event_destroy(model->done);
+    if (model->stream != NULL)
+        gpu_stream_destroy(model->stream);
+    gpu_close(model->device);
+    pd_free(model);
+}
+
+const char *cu_model_describe(const kern_loaded *model)
+{
+    return model->name;
+}
+
+uint64_t cu_model_bytes(const kern_loaded *model)
+{
+    const cu_forward_options forward = forward_options_of(model);
+    uint64_t uploads = model->bound ? cu_batch_bytes(&model->limits) : 0;
+
+    return model->weights.bytes + cu_forward_bytes(&forward) + uploads + model->hashes_bytes;
+}
+
+const char *cu_model_broken(const kern_loaded *model)
+{
+    return gpu_broken(model->device);
+}
+
+gpu *cu_model_gpu(kern_loaded *model)
+{
+    return model->device;
+}
+
+uint32_t cu_model_graphs(const kern_loaded *model)
+{
+    return cu_graphs_count(&model->graphs);
+}
+
+/* ---- the pool ---- */
+
+pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t bytes, void **pool_out)
+{
+    void *base = NULL;
+
+    pd_assert(model->pool_base == NULL);
+    gpu_use(model->device);
+    /* where the runtime's own alignment is a page or more, nothing of the slack is used */
+    pd_status status = gpu_alloc(model->device, bytes + PAGE_BYTES, &base);
+    if (status == PD_OK)
+        status = gpu_fill(model->stream, base, 0, bytes + PAGE_BYTES);
+    if (status == PD_OK)
+        status = gpu_stream_wait(model->stream);
+    if (status != PD_OK) {
+        pd_log_error("msg=\"%s: no memory for the KV pool\" device=%u pool_bytes=%llu "
+                     "model_bytes=%llu free_bytes_at_start=%llu",
+                     model->settings.backend, model->options.device, (unsigned long long)bytes,
+                     (unsigned long long)cu_model_bytes(model),
+                     (unsigned long long)gpu_info_of(model->device)->memory_free_bytes);
+        if (base != NULL)
+            gpu_free(model->device, base);
+        return status;
+    }
+    model->pool_base = base;
+    *pool_out = (void *)(((uintptr_t)base + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
+    return PD_OK;
+}
+
+void cu_model_pool_free(kern_loaded *model, void *pool)
+{
+    (void)pool; /* in the one that there is */
+    gpu_use(model->device);
+    if (model->pool_base != NULL)
+        gpu_free(model->device, model->pool_base);
+    model->pool_base = NULL;
+}
+
+/* [covered][tile sums][keys], cleared: nothing is covered. */
+static pd_status make_hashes(kern_loaded *model)
+{
+    cu_kv *kv = &model->kv;
+    pd_seal_tiling tiling = pd_seal_tiling_of(kv->token_bytes, kv->block_tokens);
+    uint64_t units = (uint64_t)kv->layers * kv->blocks * kv->kv_heads;
+    uint64_t keys_bytes = PD_TILE_WORDS * sizeof(uint64_t);
+    uint64_t sums_bytes = units * 2 * tiling.tiles * sizeof(uint64_t);
+    cu_stage *stage = NULL;
+
+    model->hashes_bytes = keys_bytes + sums_bytes + units * sizeof(uint16_t);
+    pd_status status = gpu_alloc(model->device, model->hashes_bytes, &model->hashes);
+    if (status != PD_OK)
+        return status;
+    uint8_t *keys = model->hashes, *sums = keys + keys_bytes, *covered = sums + sums_bytes;
+    status = gpu_fill(model->stream, keys, 0, model->hashes_bytes);
+    if (status == PD_OK)
+        status = gpu_stream_wait(model->stream);
+    if (status == PD_OK)
+        status = cu_stage_create(model->device, keys_bytes, &stage);
+    if (status == PD_OK)
+        status = cu_stage_copy(stage, keys, pd_tile_keys, keys_bytes);
+    if (status == PD_OK)
+        status = cu_stage_finish(stage);
+    cu_stage_destroy(stage);
+    kv->tile_keys = (const uint64_t *)keys;
+    kv->tile_sums = (uint64_t *)sums;
+    kv->covered = (uint16_t *)covered;
+    return status;
+}
+
+static void check_layout(const kern_loaded *model, const pd_kv_layout *layout)
+{
+    const cu_weights *w = &model->weights;
+
+    pd_assert(layout->dtype == PD_F16 && layout->layers == w->shape.layers);
+    pd_assert(layout->kv_heads == w->kv_heads && layout->head_dim == w->shape.head_dim);
+    pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
+}
+
+pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals)
+{
+    const kern_backend_options *o = &model->options;
+
+    pd_assert(!model->bound);
+    check_layout(model, layout);
+    gpu_use(model->device);
+    model->bound = true;
+    model->kv = (cu_kv){.pool = pool,
+                        .layers = layout->layers,
+                        .kv_heads = layout->kv_heads,
+                        .head_dim = layout->head_dim,
+                        .block_tokens = layout->block_tokens,
+                        .group_layers = layout->group_layers,
+                        .blocks = layout->blocks,
+                        .token_bytes = layout->token_bytes,
+                        .half_bytes = layout->half_bytes,
+                        .layer_bytes = layout->layer_bytes};
+    model->limits = (cu_batch_limits){.rows_max = o->rows_max,
+                                      .logits_max = o->slices_max + o->logits_rows_max,
+                                      .slices_max = o->slices_max,
+                                      .context_max = o->context_max,
+                                      .vocab = model->weights.shape.vocab,
+                                      .block_tokens = layout->block_tokens,
+                                      .blocks = layout->blocks};
+    pd_status status = seals ? make_hashes(model) : PD_OK;
+    if (status == PD_OK)
+        status = cu_batch_create(model->device, &model->limits, &model->batch);
+    if (status == PD_OK)
+        status = cu_groups_create(model->device, layout->groups, &model->groups);
+    if (status == PD_OK)
+        status = cu_sealer_create(model->device, &model->kv, &model->sealing);
+    if (status == PD_OK)
+        status = cu_sealer_create(model->device, &model->kv, &model->checking);
+    return status;
+}
+
+/* ---- the step ---- */
+
+/* Recording and what comes of it. Where the device lives on, a step can do without. */
+static pd_status record(kern_loaded *model, const cu_plan *plan, gpu_graph **graph_out)
+{
+    gpu_graph *graph = NULL;
+
+    pd_status status = gpu_graph_begin(model->stream);
+    if (status != PD_OK)
+        return status;
+    status = cu_forward_queue(model->forward, model->stream, plan, &model->kv, NULL);
+    pd_status ended = gpu_graph_end(model->stream, &graph); /* also after a failure */
+    if (status == PD_OK && ended == PD_OK) {
+        *graph_out = graph;
+        return PD_OK;
+    }
+    if (ended == PD_OK)
+        gpu_graph_destroy(graph);
+    return status != PD_OK ? status : ended;
+}
+
+static pd_status launch_recorded(kern_loaded *model, const cu_plan *plan, bool *launched_out)
+{
+    const cu_graph_key key = {.rows = plan->step.rows, .positions_max = plan->positions_max};
+    gpu_graph *graph = cu_graphs_find(&model->graphs, &key);
+
+    *launched_out = false;
+    if (graph == NULL) {
+        pd_status status = record(model, plan, &graph);
+        if (status != PD_OK && gpu_broken(model->device) == NULL) {
+            pd_log_warn("msg=\"%s: a step could not be recorded, so they are queued call by call "
+                        "from now on\" rows=%u positions_max=%u status=%s",
+                        model->settings.backend, key.rows, key.positions_max,
+                        pd_status_name(status));
+            model->graphs_off = true;
+            return PD_OK;
+        }
+        if (status != PD_OK)
+            return status;
+        cu_graphs_keep(&model->graphs, &key, graph);
+    }
+    *launched_out = true;
+    pd_status status = gpu_graph_launch(graph, model->stream);
+    return status == PD_OK ? cu_groups_record_rest(model->groups, model->stream) : status;
+}
+
+/* A group of ranks is not recorded: what it exchanges may need the host. */
+static pd_status queue_step(kern_loaded *model, const cu_plan *plan)
+{
+    bool launched = false;
+
+    pd_status status = cu_batch_upload(model->batch, model->stream, plan);
+    if (status == PD_OK && plan->decode && !model->graphs_off && model->settings.comm == NULL)
+        status = launch_recorded(model, plan, &launched);
+    if (status == PD_OK && !launched)
+        status = cu_forward_queue(model->forward, model->stream, plan, &model->kv, model->groups);
+    if (status == PD_OK && model->weights.rank == 0)
+        status = cu_batch_read_back(model->batch, model->stream, plan);
+    return status;
+}
+
+/* Rows of logits that slices asked for, straight to their memory: they are rare and large. */
+static pd_status copy_logits(kern_loaded *model, const kern_backend_step *step)
+{
+    uint64_t vocab = model->weights.shape.vocab;
+    const float *logits = cu_forward_logits(model->forward);
+    pd_status status = PD_OK;
+    uint32_t at = 0;
+
+    for (uint32_t i = 0; status == PD_OK && i < step->slices_count; i++) {
+        const kern_slice *slice = &step->slices[i].slice;
+        uint32_t asked = slice->logits == NULL ? 0 : slice->count - slice->logits_from;
+        if (asked > 0)
+            status = gpu_copy_out(model->stream, slice->logits, logits + at * vocab,
+                                  asked * vocab * sizeof *logits);
+        at += slice->count - cu_batch_wanted_from(&step->slices[i]);
+    }
+    return status;
+}
+
+static void hand_out(const kern_loaded *model, const kern_backend_step *step)
+{
+    uint32_t end = 0;
+
+    for (uint32_t i = 0; i < step->slices_count; i++) {
+        end += step->slices[i].slice.count - cu_batch_wanted_from(&step->slices[i]);
+        if (step->slices[i].want_token)
+            step->slices[i].token_out = cu_batch_token(model->batch, end - 1);
+    }
+}
+
+static pd_status run_step(kern_loaded *model, const kern_backend_step *step, const cu_plan *plan)
+{
+    pd_status status = queue_step(model, plan);
+
+    if (status == PD_OK && model->weights.rank == 0)
+        status = copy_logits(model, step);
+    if (status == PD_OK)
+        status = gpu_event_record(model->done, model->stream);
+    if (status == PD_OK)
+        status = cu_groups_wait(model->groups);
+    if (status == PD_OK)
+        return gpu_event_wait(model->done);
+    /* The next step's upload must not meet this one's kernels. */
+    pd_status settled = gpu_stream_wait(model->stream);
+    return settled == PD_OK || status != PD_OK ? status : settled;
+}
+
+pd_status cu_model_step(kern_loaded *model, const kern_backend_step *step)
+{
+    cu_plan plan;
+
+    pd_assert(model->bound);
+    if (step->slices_count == 0)
+        return PD_OK;
+    if (gpu_broken(model->device) != NULL)
+        return PD_E_INTERNAL;
+    gpu_use(model->device);
+    pd_status status = cu_batch_build(model->batch, step, &plan);
+    if (status != PD_OK)
+        return status;
+    cu_groups_begin(model->groups, step->group_done, step->group_done_ctx);
+    status = run_step(model, step, &plan);
+    if (status != PD_OK)
+        return status;
+    if (model->weights.rank != 0)
+        return PD_OK;
+    if (plan.logits > 0 && cu_batch_was_broken(model->batch)) {
+        pd_log_error("msg=\"%s: logits are not finite\" rows=%u", model->settings.backend,
+                     plan.rows_used);
+        return PD_E_INTERNAL;
+    }
+    hand_out(model, step);
+    return PD_OK;
+}
+
+/* ---- seals ---- */
+
+pd_status cu_model_seal(kern_loaded *model, const pd_seal_item *items, uint32_t count,
+                        uint64_t *seals_out)
+{
+    return cu_sealer_seal(model->sealing, items, count, seals_out);
+}
+
+pd_status cu_model_check(kern_loaded *model, const pd_seal_item *items, uint32_t count,
+                         const uint64_t *seals, uint32_t *bad_out)
+{
+    return cu_sealer_check(model->checking, items, count, seals, bad_out);
+}

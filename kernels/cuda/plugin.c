@@ -1,0 +1,42 @@
+#include "kernels/cuda/plugin.h"
+
+#include "common/base/log.h"
+
+#include <stdio.h>
+
+int cu_plugin_probe(uint32_t device, int score, char *reason, size_t reason_size)
+{
+    uint32_t count = gpu_count(reason, reason_size);
+    gpu *g = NULL;
+
+    if (count == 0)
+        return 0;
+    if (device >= count) {
+        snprintf(reason, reason_size, "there is no device %u: this machine has %u", device, count);
+        return 0;
+    }
+    pd_status status = gpu_open(device, &g);
+    if (status != PD_OK) {
+        snprintf(reason, reason_size, "device %u cannot be used (%s; the log says why)", device,
+                 pd_status_name(status));
+        return 0;
+    }
+    const gpu_info *info = gpu_info_of(g);
+    snprintf(reason, reason_size, "%s, %llu MiB", info->name,
+             (unsigned long long)(info->memory_bytes >> 20));
+    gpu_close(g);
+    return score;
+}
+
+pd_status cu_plugin_create(const char *backend, const pd_model_file *file,
+                           const kern_backend_options *options, kern_loaded **model_out)
+{
+    const cu_model_settings settings = {.backend = backend};
+
+    if (options->ranks > 1) {
+        pd_log_error("msg=\"%s: tensor parallelism is not there on this device\" ranks=%u", backend,
+                     options->ranks);
+        return PD_E_UNSUPPORTED;
+    }
+    return cu_model_create(file, options, &settings, model_out);
+}

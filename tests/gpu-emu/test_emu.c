@@ -1,0 +1,188 @@
+/* The emulator: right kernels are right in every order, and what is planted is found: in the plain
+ * form in some order, in the checked form in the first. */
+#include "kernels/cuda/emu/emu.h"
+#include "kernels/number.h"
+#include "tests/gpu-emu/device.h"
+#include "tests/gpu-emu/planted.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define PAGES 11
+#define COUNT 600
+
+/* Each runs a plant once and tells whether the numbers are right; what the emulator found is
+ * emu_found(). */
+static bool run_reverse(device *d, int plant)
+{
+    float in[384], out[384];
+    bool right = true;
+
+    for (int i = 0; i < 384; i++)
+        in[i] = (float)i;
+    const float *from = device_upload(d, in, sizeof in);
+    float *to = device_space(d, sizeof out);
+    if (planted_reverse(d->stream, plant, 384, from, to) != PD_OK ||
+        gpu_copy_out(d->stream, out, to, sizeof out) != PD_OK)
+        return false;
+    for (int i = 0; i < 384; i++)
+        right = right && out[i] == in[i / 128 * 128 + 127 - i % 128];
+    return right;
+}
+
+static bool run_gemm(device *d, int plant)
+{
+    static uint16_t a[64 * 64], b[64 * 64];
+    static float c[64 * 64];
+    uint64_t random = 7;
+
+    for (int i = 0; i < 64 * 64; i++) {
+        a[i] = kern_f32_to_f16(device_float(&random));
+        b[i] = kern_f32_to_f16(device_float(&random));
+    }
+    const uint16_t *da = device_upload(d, a, sizeof a), *db = device_upload(d, b, sizeof b);
+    float *dc = device_space(d, sizeof c);
+    if (planted_gemm(d->stream, plant, da, db, dc) != PD_OK ||
+        gpu_copy_out(d->stream, c, dc, sizeof c) != PD_OK)
+        return false;
+    for (int row = 0; row < 64; row++)
+        for (int n = 0; n < 64; n++) {
+            double sum = 0, size = 0;
+            for (int k = 0; k < 64; k++) {
+                double term = (double)kern_f16_to_f32(a[row * 64 + k]) *
+                              (double)kern_f16_to_f32(b[n * 64 + k]);
+                sum += term;
+                size += term < 0 ? -term : term;
+            }
+            double off = (double)c[row * 64 + n] - sum;
+            if (!(off < 1e-6 * size && -off < 1e-6 * size))
+                return false;
+        }
+    return true;
+}
+
+static bool run_warps(device *d, int plant)
+{
+    float in[128], out[4];
+    bool right = true;
+
+    for (int i = 0; i < 128; i++)
+        in[i] = (float)(i * i);
+    const float *from = device_upload(d, in, sizeof in);
+    float *to = device_space(d, sizeof out);
+    if (planted_warps(d->stream, plant, from, to) != PD_OK ||
+        gpu_copy_out(d->stream, out, to, sizeof out) != PD_OK)
+        return false;
+    for (int warp = 0; warp < 4; warp++) {
+        float sum = 0;
+        for (int i = 0; i < 32; i++)
+            sum += in[warp * 32 + i];
+        right = right && out[warp] == sum;
+    }
+    return right;
+}
+
+static bool run_ring(device *d, int plant)
+{
+    static float in[PAGES * 256];
+    float out[256];
+    bool right = true;
+
+    for (int i = 0; i < PAGES * 256; i++)
+        in[i] = (float)(i * 7 % 1001);
+    const float *from = device_upload(d, in, sizeof in);
+    float *to = device_space(d, sizeof out);
+    if (planted_ring(d->stream, plant, PAGES, from, to) != PD_OK ||
+        gpu_copy_out(d->stream, out, to, sizeof out) != PD_OK)
+        return false;
+    for (int i = 0; i < 256; i++) {
+        float sum = 0;
+        for (int page = 0; page < PAGES; page++)
+            sum += in[page * 256 + i];
+        right = right && out[i] == sum;
+    }
+    return right;
+}
+
+static bool run_total(device *d, int plant)
+{
+    uint32_t in[COUNT], total = 0, sum = 0;
+
+    for (uint32_t i = 0; i < COUNT; i++)
+        sum += in[i] = i * 3;
+    const uint32_t *from = device_upload(d, in, sizeof in);
+    uint32_t *to = device_upload(d, &total, sizeof total);
+    return planted_total(d->stream, plant, COUNT, from, to) == PD_OK &&
+           gpu_copy_out(d->stream, &total, to, sizeof total) == PD_OK && total == sum;
+}
+
+static const struct kind {
+    const char *name;
+    bool (*run)(device *d, int plant);
+    int plants;
+    unsigned unseen; /* bits: plants that no order shows in wrong numbers, so only the checks see */
+} kinds[] = {
+    {"reverse", run_reverse, PLANTED_REVERSE, 0},           {"gemm", run_gemm, PLANTED_GEMM, 0},
+    {"warps", run_warps, PLANTED_WARPS, 1u << 1},           {"ring", run_ring, PLANTED_RING, 0},
+    {"total", run_total, PLANTED_TOTAL, 1u << 2 | 1u << 5},
+};
+#define KINDS (int)(sizeof kinds / sizeof kinds[0])
+
+static void right_once(device *d, void *ctx)
+{
+    const struct kind *kind = ctx;
+    bool right = kind->run(d, 0);
+
+    if (!right && emu_found()[0] == '\0')
+        fail_msg("%s: wrong numbers", kind->name);
+}
+
+static void what_is_right_is_right_in_every_order(void **state)
+{
+    for (int i = 0; i < KINDS; i++)
+        device_each(*state, 6, right_once, (void *)&kinds[i]);
+}
+
+/* Whether it was found in this run. */
+static bool found_once(device *d, const struct kind *kind, int plant, emu_options options)
+{
+    emu_configure(&options);
+    bool right = kind->run(d, plant);
+    bool found = emu_found()[0] != '\0';
+    if (found)
+        print_message("%s %d: %s\n", kind->name, plant, emu_found());
+    emu_forget();
+    device_clear(d);
+    emu_forget(); /* what is seen as memory is freed */
+    return found || !right;
+}
+
+static void what_is_planted_is_found(void **state)
+{
+    for (int k = 0; k < KINDS; k++)
+        for (int plant = 1; plant <= kinds[k].plants; plant++) {
+            bool found = found_once(*state, &kinds[k], plant, (emu_options){.order = EMU_FORWARD});
+            if (emu_is_checked() && !found)
+                fail_msg("%s: plant %d is not found at once", kinds[k].name, plant);
+            for (uint64_t seed = 0; seed < 8 && !found; seed++)
+                found = found_once(*state, &kinds[k], plant,
+                                   (emu_options){.order = seed == 0 ? EMU_REVERSE : EMU_RANDOM,
+                                                 .seed = seed,
+                                                 .late_copies = seed % 2 == 1});
+            if (!found && (emu_is_checked() || (kinds[k].unseen >> plant & 1) == 0))
+                fail_msg("%s: plant %d is not found", kinds[k].name, plant);
+        }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_is_right_is_right_in_every_order),
+        cmocka_unit_test(what_is_planted_is_found),
+    };
+    return cmocka_run_group_tests_name("gpu-emu-emu", tests, device_setup, device_teardown);
+}

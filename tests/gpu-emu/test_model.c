@@ -1,0 +1,693 @@
+/* The model on a GPU: the reference's logits, the same bits whatever the company, the chunks, the
+ * graphs and the ranks; seals of what lies in the pool; groups announced when they are final; and a
+ * device that fails never gives a token. */
+
+#include "kernels/cuda/model.h"
+#include "kernels/model/host.h"
+#include "kernels/model/sample.h"
+#include "tests/gpu-emu/device.h"
+#include "tests/unit/kernels/tiny_model.h"
+
+#include "common/base/mem.h"
+
+#include <math.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#define TOKENS    40  /* two blocks and a half; no whole tile of query rows */
+#define LONG      290 /* more than a split of 256 */
+#define BLOCKS    96
+#define EACH      20 /* blocks of a sequence */
+#define VOCAB     151
+#define RANKS_MAX 4
+
+typedef struct given {
+    const char *name;
+    double tolerance; /* of logits, in units of their root mean square */
+    tiny_shape shape;
+} given;
+
+/* Where the reference takes activations as f32, matrices of 16 bits take them rounded to their own
+ * format: f16 keeps 11 bits, bf16 8, and ten times the distance is what comes of it. Quantised
+ * matrices give the reference's bits; what differs then is attention (f32 queries as two f16 parts,
+ * f16 probabilities), and now and then a value that is rounded to its other neighbour among 8
+ * bits. Weights have outliers forty times as large as the rest. */
+static const given models[] = {
+    {"every format",
+     0.6,
+     {.hidden = 96,
+      .heads = 6,
+      .kv_heads = 2,
+      .head_dim = 32,
+      .ffn = 192,
+      .layers = 3,
+      .vocab = VOCAB,
+      .context = 512,
+      .embedding = PD_Q8_0,
+      .query = PD_Q4_1,
+      .key = PD_Q8_0,
+      .value = PD_F16,
+      .output = PD_Q4_0,
+      .gate = PD_Q4_1,
+      .up = PD_BF16,
+      .down = PD_Q8_0,
+      .head = PD_F16}},
+    {"tied, one KV head",
+     0.03,
+     {.hidden = 64,
+      .heads = 2,
+      .kv_heads = 1,
+      .head_dim = 64,
+      .ffn = 128,
+      .layers = 2,
+      .vocab = VOCAB,
+      .context = 512,
+      .tied = true,
+      .embedding = PD_Q8_0,
+      .query = PD_Q4_1,
+      .key = PD_Q4_1,
+      .value = PD_Q4_1,
+      .output = PD_Q4_1,
+      .gate = PD_Q4_1,
+      .up = PD_Q4_1,
+      .down = PD_Q4_1}},
+    {"f16",
+     0.06,
+     {.hidden = 128,
+      .heads = 4,
+      .kv_heads = 4,
+      .head_dim = 32,
+      .ffn = 256,
+      .layers = 2,
+      .vocab = VOCAB,
+      .context = 512,
+      .embedding = PD_F16,
+      .query = PD_F16,
+      .key = PD_F16,
+      .value = PD_F16,
+      .output = PD_F16,
+      .gate = PD_F16,
+      .up = PD_F16,
+      .down = PD_F16,
+      .head = PD_F16}},
+};
+/* four KV heads and whole 32-blocks of ffn for each, so that it splits over 2 and 4 ranks */
+static const tiny_shape split_shape = {.hidden = 128,
+                                       .heads = 8,
+                                       .kv_heads = 4,
+                                       .head_dim = 32,
+                                       .ffn = 256,
+                                       .layers = 2,
+                                       .vocab = VOCAB,
+                                       .context = 512,
+                                       .embedding = PD_Q8_0,
+                                       .query = PD_Q4_1,
+                                       .key = PD_Q4_1,
+                                       .value = PD_Q4_1,
+                                       .output = PD_Q4_1,
+                                       .gate = PD_Q8_0,
+                                       .up = PD_Q8_0,
+                                       .down = PD_F16,
+                                       .head = PD_Q8_0};
+
+static uint32_t tokens[LONG];
+
+typedef struct rig {
+    device *device;
+    pd_model_file *file;
+    kern_loaded *model;
+    pd_kv_layout layout;
+    void *pool;
+    pd_block blocks[BLOCKS];
+} rig;
+
+static kern_backend_options options_of(uint32_t rows_max)
+{
+    return (kern_backend_options){
+        .context_max = 512, .rows_max = rows_max, .slices_max = 8, .logits_rows_max = rows_max};
+}
+
+static pd_kv_layout layout_of(const pd_model_file *file, uint32_t ranks)
+{
+    pd_model_shape shape = *pd_model_file_shape(file);
+    pd_kv_layout_options options = {.dtype = PD_F16,
+                                    .block_tokens = 16,
+                                    .group_layers = 2,
+                                    .memory_bytes = (uint64_t)1 << 30,
+                                    .blocks_max = BLOCKS};
+    pd_kv_layout layout;
+
+    shape.kv_heads /= ranks;
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_OK);
+    return layout;
+}
+
+/* The pool begins as NaN: what was not written must not be read. */
+static rig rig_of(device *d, pd_model_file *file, const cu_comm *comm, bool no_graphs)
+{
+    const kern_backend_options options = options_of(LONG);
+    const cu_model_settings settings = {.backend = "test", .comm = comm, .no_graphs = no_graphs};
+    rig r = {.device = d, .file = file};
+
+    assert_int_equal(cu_model_create(file, &options, &settings, &r.model), PD_OK);
+    r.layout = layout_of(file, comm != NULL ? comm->ranks : 1);
+    assert_int_equal(cu_model_pool_alloc(r.model, r.layout.pool_bytes, &r.pool), PD_OK);
+    if (d != NULL) {
+        assert_int_equal(gpu_fill(d->stream, r.pool, 0xff, r.layout.pool_bytes), PD_OK);
+        device_finish(d);
+    }
+    assert_int_equal(cu_model_bind(r.model, &r.layout, r.pool, true), PD_OK);
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        r.blocks[i] = i * 35 % BLOCKS;
+    return r;
+}
+
+static void rig_end(rig *r)
+{
+    cu_model_pool_free(r->model, r->pool);
+    cu_model_destroy(r->model);
+}
+
+static void run(const rig *r, kern_job_slice *slices, uint32_t count)
+{
+    kern_backend_step step = {.slices = slices, .slices_count = count};
+
+    assert_int_equal(cu_model_step(r->model, &step), PD_OK);
+}
+
+static kern_job_slice slice_of(const rig *r, uint32_t sequence, uint32_t position, uint32_t count,
+                               float *logits)
+{
+    return (kern_job_slice){.slice = {.tokens = tokens + position,
+                                      .count = count,
+                                      .position = position,
+                                      .blocks = r->blocks + EACH * sequence,
+                                      .logits_from = logits != NULL ? 0 : count,
+                                      .logits = logits}};
+}
+
+/* All logits of the first `count` tokens, in chunks; a chunk of one draws a token as well. */
+static void run_text(const rig *r, uint32_t sequence, uint32_t count, uint32_t chunk, float *logits)
+{
+    for (uint32_t first = 0; first < count; first += chunk) {
+        uint32_t some = count - first < chunk ? count - first : chunk;
+        kern_job_slice slice = slice_of(r, sequence, first, some, logits + (size_t)first * VOCAB);
+        slice.want_token = some == 1;
+        run(r, &slice, 1);
+        if (some == 1) {
+            kern_sampling greedy = {.temperature = 0};
+            assert_int_equal(slice.token_out,
+                             kern_sample(&greedy, slice.slice.logits, VOCAB, first + 1, NULL));
+        }
+    }
+}
+
+/* The same of the host's reference. */
+static void run_reference(const pd_model_file *file, uint32_t count, float *logits)
+{
+    kern_backend_options options = options_of(LONG);
+    pd_kv_layout layout = layout_of(file, 1);
+    void *pool = pd_calloc(1, layout.pool_bytes);
+    kern_loaded *model = NULL;
+    pd_block blocks[EACH];
+
+    options.variant = "cpu-ref";
+    options.threads = 1;
+    assert_int_equal(kern_backend_host.create(file, &options, &model), PD_OK);
+    assert_int_equal(kern_backend_host.bind(model, &layout, pool, false), PD_OK);
+    for (uint32_t i = 0; i < EACH; i++)
+        blocks[i] = i;
+    kern_job_slice slice = {
+        .slice = {.tokens = tokens, .count = count, .blocks = blocks, .logits = logits}};
+    kern_backend_step step = {.slices = &slice, .slices_count = 1};
+    assert_int_equal(kern_backend_host.step(model, &step), PD_OK);
+    kern_backend_host.destroy(model);
+    pd_free(pool);
+}
+
+static float *logits_space(uint32_t rows)
+{
+    float *logits = pd_calloc((size_t)rows * VOCAB, sizeof *logits);
+
+    assert_non_null(logits);
+    return logits;
+}
+
+/* The largest difference, in units of the reference's root mean square. */
+static double distance(const float *logits, const float *reference, uint32_t rows)
+{
+    double square = 0, most = 0;
+
+    for (size_t i = 0; i < (size_t)rows * VOCAB; i++) {
+        double off = fabs((double)logits[i] - (double)reference[i]);
+        square += (double)reference[i] * (double)reference[i];
+        most = off > most || isnan(off) ? off : most;
+    }
+    return most / sqrt(square / rows / VOCAB);
+}
+
+/* ---- what is computed ---- */
+
+static void compare_text(device *d, void *ctx)
+{
+    const given *model = ctx;
+    pd_model_file *file = tiny_open_shape(&model->shape);
+    uint32_t count = model->shape.kv_heads == 1 ? LONG : TOKENS;
+    float *expected = logits_space(count), *logits = logits_space(count);
+    rig r = rig_of(d, file, NULL, false);
+
+    run_reference(file, count, expected);
+    run_text(&r, 0, count, count, logits);
+    double off = distance(logits, expected, count);
+    if (!(off < model->tolerance))
+        fail_msg("%s: logits are off by %g of their size", model->name, off);
+    print_message("[ INFO     ] %s: off by %.2g of the logits' size\n", model->name, off);
+    rig_end(&r);
+    pd_model_file_close(file);
+    pd_free(expected);
+    pd_free(logits);
+}
+
+static void logits_are_the_references(void **state)
+{
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        given model = models[i];
+        compare_text(*state, &model);
+    }
+}
+
+/* Chunks of several sizes, one token at a time with graphs and without. */
+static void compare_chunks(device *d, void *ctx)
+{
+    static const uint32_t chunks[] = {17, 1, 3};
+    const given *model = ctx;
+    pd_model_file *file = tiny_open_shape(&model->shape);
+    float *expected = logits_space(TOKENS), *logits = logits_space(TOKENS);
+
+    for (uint32_t no_graphs = 0; no_graphs < 2; no_graphs++) {
+        rig r = rig_of(d, file, NULL, no_graphs == 1);
+        run_text(&r, 0, TOKENS, TOKENS, no_graphs == 0 ? expected : logits);
+        for (uint32_t c = 0; c < sizeof chunks / sizeof *chunks; c++) {
+            memset(logits, 0, sizeof *logits * TOKENS * VOCAB);
+            run_text(&r, c + 1, TOKENS, chunks[c], logits);
+            assert_memory_equal(logits, expected, sizeof *logits * TOKENS * VOCAB);
+        }
+        assert_int_equal(cu_model_graphs(r.model), no_graphs == 1 ? 0 : 1);
+        rig_end(&r);
+    }
+    pd_model_file_close(file);
+    pd_free(expected);
+    pd_free(logits);
+}
+
+static void chunks_and_graphs_change_no_bit(void **state)
+{
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        given model = models[i];
+        device_each(*state, 1, compare_chunks, &model);
+    }
+}
+
+/* Sequences of different lengths take the next token together: decode alone, in which rows are
+ * padded, and with one of them taking a chunk. */
+static void compare_batches(device *d, void *ctx)
+{
+    enum { SEQUENCES = 3 };
+    const given *model = ctx;
+    pd_model_file *file = tiny_open_shape(&model->shape);
+    float *expected = logits_space(TOKENS), *logits = logits_space(SEQUENCES);
+    rig r = rig_of(d, file, NULL, false);
+    kern_job_slice slices[SEQUENCES];
+
+    run_text(&r, SEQUENCES, TOKENS, TOKENS, expected);
+    for (uint32_t s = 0; s < SEQUENCES; s++)
+        slices[s] = slice_of(&r, s, 0, 11 * s + 1, NULL);
+    run(&r, slices, SEQUENCES);
+    for (uint32_t mixed = 0; mixed < 2; mixed++) {
+        for (uint32_t s = 0; s < SEQUENCES; s++) {
+            uint32_t count = mixed == 1 && s == 1 ? 7 : 1;
+            slices[s] = slice_of(&r, s, 11 * s + 1, count, logits + (size_t)s * VOCAB);
+            slices[s].slice.logits_from = count - 1;
+            slices[s].want_token = true;
+            slices[s].sampling = (kern_sampling){.temperature = 0.8f, .top_p = 0.9f, .seed = s};
+        }
+        run(&r, slices, SEQUENCES);
+        for (uint32_t s = 0; s < SEQUENCES; s++) {
+            static uint64_t sort_space[VOCAB];
+            uint32_t last = 11 * s + slices[s].slice.count;
+            assert_memory_equal(logits + (size_t)s * VOCAB, expected + (size_t)last * VOCAB,
+                                sizeof *logits * VOCAB);
+            assert_int_equal(slices[s].token_out,
+                             kern_sample(&slices[s].sampling, logits + (size_t)s * VOCAB, VOCAB,
+                                         last + 1, sort_space));
+        }
+    }
+    rig_end(&r);
+    pd_model_file_close(file);
+    pd_free(expected);
+    pd_free(logits);
+}
+
+static void a_row_is_the_same_alone_and_in_a_batch(void **state)
+{
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        given model = models[i];
+        device_each(*state, 1, compare_batches, &model);
+    }
+}
+
+/* ---- the pool ---- */
+
+static pd_seal_item item_of(const rig *r, uint32_t group, uint32_t index, uint32_t valid)
+{
+    return (pd_seal_item){.block = r->blocks[index],
+                          .head_to = r->layout.kv_heads,
+                          .place = {.request = 5,
+                                    .group = group,
+                                    .block_index = index,
+                                    .valid_tokens = valid,
+                                    .layout_fingerprint = 3}};
+}
+
+/* Items of all groups of the first `length` tokens, and the seals of the pool's bytes. */
+static uint32_t seals_of_bytes(const rig *r, const void *bytes, uint32_t length,
+                               pd_seal_item *items, uint64_t *seals)
+{
+    uint32_t count = 0, block_tokens = r->layout.block_tokens;
+
+    for (uint32_t group = 0; group < r->layout.groups; group++) {
+        for (uint32_t index = 0; index * block_tokens < length; index++) {
+            uint32_t left = length - index * block_tokens;
+            items[count] = item_of(r, group, index, left < block_tokens ? left : block_tokens);
+            seals[count] = pd_seal_compute(&r->layout, bytes, items[count].block,
+                                           &items[count].place, 0, r->layout.kv_heads);
+            count++;
+        }
+    }
+    return count;
+}
+
+static void compare_seals(device *d, void *ctx)
+{
+    const given *model = ctx;
+    pd_model_file *file = tiny_open_shape(&model->shape);
+    float *logits = logits_space(TOKENS);
+    rig r = rig_of(d, file, NULL, false);
+    unsigned char *bytes = pd_malloc(r.layout.pool_bytes);
+    pd_seal_item items[64];
+    uint64_t seals[64], made[64];
+    uint32_t bad = 77;
+
+    run_text(&r, 0, TOKENS - 5, 13, logits);
+    for (uint32_t at = TOKENS - 5; at < TOKENS; at++) { /* as decode appends */
+        kern_job_slice slice = slice_of(&r, 0, at, 1, NULL);
+        slice.want_token = true;
+        run(&r, &slice, 1);
+    }
+    device_download(d, bytes, r.pool, r.layout.pool_bytes);
+    uint32_t count = seals_of_bytes(&r, bytes, TOKENS, items, seals);
+    assert_int_equal(cu_model_seal(r.model, items, count, made), PD_OK);
+    assert_memory_equal(made, seals, count * sizeof *seals);
+    assert_int_equal(cu_model_check(r.model, items, count, seals, &bad), PD_OK);
+    assert_int_equal(bad, 77);
+    /* one bit of the last item's last valid token */
+    const pd_seal_item *last = &items[count - 1];
+    uint64_t at = pd_kv_layout_k_offset(&r.layout, last->place.group * r.layout.group_layers,
+                                        last->block, 0) +
+                  (last->place.valid_tokens - 1) * r.layout.token_bytes;
+    bytes[at] ^= 4;
+    assert_int_equal(gpu_copy_in(d->stream, (unsigned char *)r.pool + at, bytes + at, 1), PD_OK);
+    device_finish(d);
+    assert_int_equal(cu_model_check(r.model, items, count, seals, &bad), PD_E_MISMATCH);
+    assert_int_equal(bad, count - 1);
+    rig_end(&r);
+    pd_model_file_close(file);
+    pd_free(logits);
+    pd_free(bytes);
+}
+
+static void seals_are_those_of_the_pools_bytes(void **state)
+{
+    for (size_t i = 0; i < 2; i++) {
+        given model = models[i];
+        device_each(*state, 1, compare_seals, &model);
+    }
+}
+
+/* ---- groups ---- */
+
+typedef struct watch {
+    rig *rig;
+    unsigned char *seen; /* the pool when a group was announced: that group's part of it */
+    uint32_t groups;
+} watch;
+
+static void look(void *ctx, uint32_t group)
+{
+    watch *w = ctx;
+    const pd_kv_layout *layout = &w->rig->layout;
+    uint64_t from = pd_kv_layout_block_offset(layout, group, 0);
+    uint64_t bytes = pd_kv_layout_block_bytes(layout, group) * layout->blocks;
+
+    assert_int_equal(group, w->groups++);
+    device_download(w->rig->device, w->seen + from, (unsigned char *)w->rig->pool + from, bytes);
+}
+
+/* Whoever copies a group out when it is announced, on a stream of his own, has all of it. */
+static void compare_groups(device *d, void *ctx)
+{
+    const given *model = ctx;
+    pd_model_file *file = tiny_open_shape(&model->shape);
+    float *logits = logits_space(1);
+    rig r = rig_of(d, file, NULL, false);
+    unsigned char *after = pd_malloc(r.layout.pool_bytes);
+    watch w = {.rig = &r, .seen = pd_calloc(1, r.layout.pool_bytes)};
+    static const uint32_t counts[] = {TOKENS - 1, 1};
+    uint32_t position = 0;
+
+    for (uint32_t i = 0; i < 2; position += counts[i++]) {
+        kern_job_slice slice = slice_of(&r, 0, position, counts[i], i == 1 ? logits : NULL);
+        kern_backend_step step = {
+            .slices = &slice, .slices_count = 1, .group_done = look, .group_done_ctx = &w};
+        w.groups = 0;
+        assert_int_equal(cu_model_step(r.model, &step), PD_OK);
+        assert_int_equal(w.groups, r.layout.groups);
+        device_download(d, after, r.pool, r.layout.pool_bytes);
+        assert_memory_equal(w.seen, after, r.layout.pool_bytes);
+    }
+    rig_end(&r);
+    pd_model_file_close(file);
+    pd_free(logits);
+    pd_free(after);
+    pd_free(w.seen);
+}
+
+static void groups_are_announced_in_order_when_they_are_final(void **state)
+{
+    given model = models[0];
+
+    device_each(*state, 2, compare_groups, &model);
+}
+
+/* ---- ranks ---- */
+
+typedef struct exchange {
+    pthread_barrier_t barrier;
+    const void *own[RANKS_MAX];
+} exchange;
+
+typedef struct member {
+    exchange *exchange;
+    cu_comm comm;
+    rig rig;
+    kern_job_slice slice;
+    pd_status status;
+} member;
+
+static pd_status gather(void *ctx, gpu_stream *stream, const void *own, void *all, uint64_t bytes)
+{
+    member *m = ctx;
+    pd_status status = gpu_stream_wait(stream);
+
+    m->exchange->own[m->comm.rank] = own;
+    pthread_barrier_wait(&m->exchange->barrier);
+    for (uint32_t r = 0; status == PD_OK && r < m->comm.ranks; r++)
+        if (r != m->comm.rank)
+            status = gpu_copy(stream, (unsigned char *)all + r * bytes, m->exchange->own[r], bytes);
+    if (status == PD_OK)
+        status = gpu_stream_wait(stream);
+    pthread_barrier_wait(&m->exchange->barrier);
+    return status;
+}
+
+static void *step_rank(void *arg)
+{
+    member *m = arg;
+    kern_backend_step step = {.slices = &m->slice, .slices_count = 1};
+
+    m->status = cu_model_step(m->rig.model, &step);
+    return NULL;
+}
+
+static void run_ranks(member *members, uint32_t ranks, uint32_t position, uint32_t count,
+                      float *logits)
+{
+    pthread_t threads[RANKS_MAX];
+
+    for (uint32_t r = 0; r < ranks; r++) {
+        members[r].slice = slice_of(&members[r].rig, 0, position, count, logits);
+        assert_int_equal(pthread_create(&threads[r], NULL, step_rank, &members[r]), 0);
+    }
+    for (uint32_t r = 0; r < ranks; r++) {
+        pthread_join(threads[r], NULL);
+        assert_int_equal(members[r].status, PD_OK);
+    }
+}
+
+static void any_number_of_ranks_gives_the_same_bits(void **state)
+{
+    device *d = *state;
+    pd_model_file *file = tiny_open_shape(&split_shape);
+    float *expected = logits_space(TOKENS), *logits = logits_space(TOKENS);
+    rig alone = rig_of(d, file, NULL, false);
+
+    run_text(&alone, 0, TOKENS, TOKENS, expected);
+    rig_end(&alone);
+    for (uint32_t ranks = 2; ranks <= RANKS_MAX; ranks *= 2) {
+        member members[RANKS_MAX] = {0};
+        exchange shared;
+        pthread_barrier_init(&shared.barrier, NULL, ranks);
+        for (uint32_t r = 0; r < ranks; r++) {
+            members[r].exchange = &shared;
+            members[r].comm =
+                (cu_comm){.rank = r, .ranks = ranks, .ctx = &members[r], .gather = gather};
+            members[r].rig = rig_of(d, file, &members[r].comm, false);
+        }
+        memset(logits, 0, sizeof *logits * TOKENS * VOCAB);
+        run_ranks(members, ranks, 0, TOKENS - 1, logits);
+        run_ranks(members, ranks, TOKENS - 1, 1, logits + (size_t)(TOKENS - 1) * VOCAB);
+        assert_memory_equal(logits, expected, sizeof *logits * TOKENS * VOCAB);
+        for (uint32_t r = 0; r < ranks; r++)
+            rig_end(&members[r].rig);
+        pthread_barrier_destroy(&shared.barrier);
+    }
+    pd_model_file_close(file);
+    pd_free(expected);
+    pd_free(logits);
+}
+
+/* ---- what fails ---- */
+
+static void what_is_out_of_range_is_refused(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    rig r = rig_of(*state, file, NULL, false);
+    uint32_t bad_token = VOCAB;
+    kern_job_slice slices[9];
+
+    slices[0] = slice_of(&r, 0, 0, 1, NULL);
+    slices[0].slice.tokens = &bad_token;
+    kern_backend_step step = {.slices = slices, .slices_count = 1};
+    assert_int_equal(cu_model_step(r.model, &step), PD_E_INVALID);
+    slices[0] = slice_of(&r, 0, 0, 10, NULL);
+    slices[0].slice.position = 503;
+    assert_int_equal(cu_model_step(r.model, &step), PD_E_INVALID);
+    for (uint32_t i = 0; i < 9; i++)
+        slices[i] = slice_of(&r, i % 4, 0, 1, NULL);
+    step.slices_count = 9;
+    assert_int_equal(cu_model_step(r.model, &step), PD_E_TOO_LARGE);
+    assert_null(cu_model_broken(r.model));
+    rig_end(&r);
+    pd_model_file_close(file);
+}
+
+static void broken_numbers_are_an_error_not_an_answer(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    rig r = rig_of(*state, file, NULL, false);
+    kern_job_slice slice = slice_of(&r, 0, 16, 1, NULL); /* positions before it hold NaN */
+    kern_backend_step step = {.slices = &slice, .slices_count = 1};
+
+    slice.want_token = true;
+    slice.token_out = 99;
+    assert_int_equal(cu_model_step(r.model, &step), PD_E_INTERNAL);
+    assert_int_equal(slice.token_out, 99);
+    assert_null(cu_model_broken(r.model));
+    rig_end(&r);
+    pd_model_file_close(file);
+}
+
+static void what_does_not_fit_is_refused_before_it_is_tried(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    const cu_model_settings settings = {.backend = "test"};
+    const device *d = *state;
+    kern_backend_options options = options_of(16);
+    kern_loaded *model = NULL;
+
+    /* logits alone are more than there is */
+    options.logits_rows_max = (uint32_t)(gpu_info_of(d->gpu)->memory_free_bytes / VOCAB / 4);
+    assert_int_equal(cu_model_create(file, &options, &settings, &model), PD_E_NOMEM);
+    assert_null(model);
+    pd_model_file_close(file);
+}
+
+static void creation_survives_every_failed_allocation(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    const cu_model_settings settings = {.backend = "test"};
+    const kern_backend_options options = options_of(4);
+    pd_kv_layout layout = layout_of(file, 1);
+    pd_status status = PD_E_NOMEM;
+
+    (void)state;
+    for (long n = 0; status != PD_OK; n++) {
+        kern_loaded *model = NULL;
+        void *pool = NULL;
+        pd_mem_fail_at(n);
+        status = cu_model_create(file, &options, &settings, &model);
+        if (status == PD_OK)
+            status = cu_model_pool_alloc(model, layout.pool_bytes, &pool);
+        if (status == PD_OK)
+            status = cu_model_bind(model, &layout, pool, true);
+        pd_mem_fail_at(-1);
+        assert_true(status == PD_OK || status == PD_E_NOMEM);
+        if (model != NULL)
+            cu_model_pool_free(model, pool);
+        cu_model_destroy(model);
+        assert_true(n < 400);
+    }
+    pd_model_file_close(file);
+}
+
+static int set_up(void **state)
+{
+    uint64_t seed = 7;
+
+    for (uint32_t i = 0; i < LONG; i++)
+        tokens[i] = device_random(&seed) % VOCAB;
+    return device_setup(state);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(logits_are_the_references),
+        cmocka_unit_test(chunks_and_graphs_change_no_bit),
+        cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
+        cmocka_unit_test(seals_are_those_of_the_pools_bytes),
+        cmocka_unit_test(groups_are_announced_in_order_when_they_are_final),
+        cmocka_unit_test(any_number_of_ranks_gives_the_same_bits),
+        cmocka_unit_test(what_is_out_of_range_is_refused),
+        cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
+        cmocka_unit_test(what_does_not_fit_is_refused_before_it_is_tried),
+        cmocka_unit_test(creation_survives_every_failed_allocation),
+    };
+    return cmocka_run_group_tests(tests, set_up, device_teardown);
+}
