@@ -58,6 +58,7 @@ typedef struct worker {
     uint64_t drain_until_ns; /* 0: not draining */
     bool cancelled;
     bool leaving; /* BYE is said */
+    bool ranks_watched;
     int exit_status;
     pd_ship_stats shipping_logged;
     uint64_t shipping_log_ns; /* when it is due again */
@@ -671,6 +672,28 @@ static pd_status start_warm_up(worker *w)
     return w->setup.options->engine->run(w->setup.engine, &w->warm_step, NULL, NULL);
 }
 
+/* One of this worker's other ranks has ended: nothing can be computed any more. */
+static void on_rank_ended(void *ctx, uint32_t epoll_events)
+{
+    worker *w = ctx;
+
+    (void)epoll_events;
+    if (pd_ranks_ended(w->setup.ranks))
+        stop(w, 1);
+}
+
+static pd_status watch_ranks(worker *w)
+{
+    pd_ranks *ranks = w->setup.ranks;
+    pd_status status = PD_OK;
+
+    for (uint32_t rank = 1; ranks != NULL && status == PD_OK && rank < pd_ranks_count(ranks);
+         rank++)
+        status = pd_loop_add_fd(w->loop, pd_ranks_pidfd(ranks, rank), EPOLLIN, on_rank_ended, w);
+    w->ranks_watched = status == PD_OK && ranks != NULL;
+    return status;
+}
+
 static pd_status prepare(worker *w)
 {
     /* Signals are blocked before any thread starts, so that the loop alone sees them. */
@@ -681,6 +704,9 @@ static pd_status prepare(worker *w)
         status = pd_loop_add_signal(w->loop, SIGINT, on_terminate, w);
     if (status == PD_OK)
         status = pd_worker_setup_open(&w->setup);
+    if (status != PD_OK)
+        return status;
+    status = watch_ranks(w);
     if (status != PD_OK)
         return status;
     w->layout_fingerprint = pd_kv_layout_fingerprint(&w->setup.layout);
@@ -736,6 +762,8 @@ static void dismantle(worker *w)
     pd_verifier_destroy(w->verifier); /* it reads the pool, which goes with the setup */
     if (w->groups != NULL)
         pd_loop_remove_fd(w->loop, pd_queue_fd(w->groups));
+    for (uint32_t rank = 1; w->ranks_watched && rank < pd_ranks_count(w->setup.ranks); rank++)
+        pd_loop_remove_fd(w->loop, pd_ranks_pidfd(w->setup.ranks, rank));
     pd_peer_watch_destroy(w->peers);
     /* The engine's thread reads the core's plan: it ends first. */
     const pd_role_ops *ops = w->ops;
