@@ -3,10 +3,16 @@
  * Seals are pd_seal_compute's (common/kv/seal.h has the formula). Sums modulo 2^64 have no order,
  * so that any number of warps can make a seal and add to it.
  *
- * Bounds: from the bytes, the bytes. A warp takes a tile: two 16-byte loads a lane, the keys stay
- * in registers; about 110 instructions a KiB where the memory of an H200 leaves time for 250. From
- * the tiles' hashes, 8 bytes a KiB: a lane a tile. Gather and scatter move every byte once in and
- * once out, four 16-byte loads a thread under way. */
+ * Ladder of seal_bytes, whose bound is the bytes: one read of K and V, 32 bytes a lane a KiB. An
+ * H200's memory brings a KiB every 250 warp instructions (1.05e12 a second against 4.3 TB/s).
+ *   1  a warp a tile, the next one asked for before one is hashed: 236 instructions a KiB (SASS
+ *      of sm_90), most of them to find the tile and to mix its hash
+ *   2  a warp a half, two tiles at a time, whose sums share their shuffles; places are found
+ *      once a half, and the mixing is done for all its tiles at once, a lane a tile: 110 a KiB
+ *      with 4 tiles a half, 150 with 2. 2 KiB a warp are under way, 48 KiB an SM.
+ *
+ * seal_tiles reads the tables' 8 bytes a KiB, a lane a tile. Gather and scatter move every byte
+ * once in and once out, four 16-byte loads a thread under way. */
 
 #include "kernels/cuda/kv_device.h"
 

@@ -12,7 +12,6 @@
 
 /* A head of 512 dimensions fills a tile of 1 KiB with one token; rows of 16 dimensions are 32
  * bytes, so that every token's row is whole words and whole sectors. */
-#define CU_KV_DIM_MAX  512
 #define CU_KV_DIM_STEP 16
 /* In one tile: 1 KiB of rows of 32 bytes. */
 #define CU_KV_TILE_TOKENS_MAX 32
@@ -27,7 +26,7 @@ static inline cu_tiling cu_tiling_of(const cu_kv *kv)
 {
     pd_seal_tiling t = pd_seal_tiling_of(kv->token_bytes, kv->block_tokens);
 
-    pd_assert(kv->head_dim % CU_KV_DIM_STEP == 0 && kv->head_dim <= CU_KV_DIM_MAX);
+    pd_assert(kv->head_dim % CU_KV_DIM_STEP == 0 && kv->head_dim <= CU_HEAD_DIM_MAX);
     pd_assert(kv->token_bytes == 2 * (uint64_t)kv->head_dim);
     pd_assert((kv->covered == NULL) == (kv->tile_sums == NULL));
     return cu_tiling{t.tokens, t.tiles, t.row_words};

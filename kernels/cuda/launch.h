@@ -137,7 +137,9 @@ PD_CHECKED pd_status cu_silu_mul(gpu_stream *stream, uint32_t rows, uint32_t ffn
  * sequence in one block (where that changes nothing, since what is before was not covered, hashes
  * of later tiles may be written: nothing reads a hash that is not covered). Rows of one sequence
  * have the same table, other sequences others; a sequence's rows are neighbours by rising position,
- * and a block that is written belongs to one sequence. head_dim: a multiple of 16, at most 512. */
+ * and a block that is written belongs to one sequence. head_dim: a multiple of 16, at most
+ * CU_HEAD_DIM_MAX. */
+#define CU_HEAD_DIM_MAX 512
 PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
                                uint32_t layer, uint32_t heads, uint32_t rope_dims,
                                const float *rope, float *qkv);

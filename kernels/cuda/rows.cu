@@ -9,7 +9,7 @@
  * is that nothing else waits for it.
  *
  * Ladder of residual_norm
- *   1  a thread a lane of a row, straight from memory: 64 bytes a load, and every column of the
+ *   1  (not built) a thread a lane of a row, from memory: 64 bytes a load, every column of the
  *      chain waits for memory
  *   2  a block a row. All threads add the parts and lay the row into shared memory, 16 bytes a
  *      thread; then one warp runs the 16 chains over it (in SASS, loads of later columns lie

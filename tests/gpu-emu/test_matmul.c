@@ -130,7 +130,11 @@ static void leaf_sum(const product *p, uint32_t leaf, float *out)
             memcpy(part.acts.quant_sums + to / 32, p->acts.quant_sums + at / 32, cols / 32 * 4);
         }
     }
-    kern_matrix matrix = {part.dtype, part.weight_rows, cols, 1, part.weights};
+    kern_matrix matrix = {.dtype = part.dtype,
+                          .rows = part.weight_rows,
+                          .cols = cols,
+                          .segments = 1,
+                          .data = part.weights};
     REF.matmul(&matrix, 0, p->weight_rows, &part.acts, 0, p->rows, rows, false);
     test_free(rows);
     unmake(&part);

@@ -38,7 +38,7 @@ DOORS = [
     (r"zmq(_utils)?\.h", r"common/wire/bus\.c"),
     (r"(ucp|uct|ucs|ucm)/.*", r"common/transfer/ucx(_context)?\.[ch]|tests/bench/put_bench\.c"),
     (r"nccl\.h", r"common/transfer/nccl\.c"),
-    (r"cuda.*", r"kernels/cuda/.*"),
+    (r"cuda.*", r"(kernels/cuda|tests/gpu)/.*"),
     (r"[a-z]*intrin\.h|cpuid\.h", r"kernels/cpu/.*|common/(kv/tile_sum|transfer/copy)_x86\.c"),
     (r"cmocka\.h", r"tests/.*"),
 ]

@@ -37,6 +37,36 @@ def test_workers_on_a_plugin_serve_as_the_hosts_do(plain, monkeypatch, tmp_path,
             assert "cannot be mapped" not in text and "transfers within this host are slow" not in text, path
 
 
+def once(condition, act):
+    """For a stream's hang_up: does that when the condition is first true, and never hangs up."""
+    done = []
+
+    def look(tokens):
+        if not done and condition(tokens):
+            done.append(True)
+            act()
+        return False
+
+    return look
+
+
+def test_a_device_that_fails_for_good_ends_its_worker_and_costs_no_token(plain, monkeypatch, tmp_path):
+    prompt, count = PROMPTS[1], cl.scaled(200)
+    expected = plain.complete(prompt, count, ignore_eos=True).token_ids
+    broken = tmp_path / "broken"
+    monkeypatch.setenv("KVFERRY_TEST_BREAK", str(broken))
+    install(monkeypatch, tmp_path, "works")
+    with cl.Cluster(workers=3, ratio="1:2", prefill={"device": "cuda"}, decode={"device": "cuda"}) as one:
+        before = {worker["name"]: worker["incarnation"] for worker in one.workers()}
+        answer = one.stream(prompt, count, hang_up=once(lambda tokens: tokens > 20, broken.touch), ignore_eos=True)
+        assert answer.error is None and answer.token_ids == expected
+        assert not broken.exists()
+        ended = [text for text in one.logs().values() if "an illegal memory access was encountered" in text]
+        assert len(ended) == 1 and "the device failed: this worker ends" in ended[0]
+        cl.wait_until(lambda: len(one.workers()) == 3 and all(w["state"] == "ready" for w in one.workers()), 30, one.workers)
+        assert len([w for w in one.workers() if w["incarnation"] != before[w["name"]]]) == 1
+
+
 @pytest.mark.parametrize(
     "name, device, why",
     [
