@@ -85,7 +85,7 @@ static void print_service(const report *r, const state_service *service)
     const pd_json *worker = worker_of(r, service->name);
     const pd_json *kv = worker != NULL ? pd_json_get(worker, "ledger") : NULL;
     char uptime[32], pid[16], phase[32], kv_text[64] = "-", free_text[24], total[24], queue[24];
-    char backend[32], lanes[64];
+    char backend[64], lanes[64];
 
     write_uptime(service, uptime);
     snprintf(pid, sizeof pid, "%d", (int)service->process.pid);
@@ -97,7 +97,7 @@ static void print_service(const report *r, const state_service *service)
     if (kv != NULL)
         snprintf(kv_text, sizeof kv_text, "%s/%s", free_text, total);
     write_member(worker, "lanes", lanes, sizeof lanes);
-    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8u %-12s %-13s %-8s %s\n", service->name,
+    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8u %-18s %-13s %-8s %s\n", service->name,
            service->role, service->process.pid != 0 ? pid : "-", phase_of(service), phase, uptime,
            service->restarts, backend, kv_text, queue, lanes);
 }
@@ -108,7 +108,7 @@ static void print_table(const report *r)
            r->ready ? "ready" : "not ready", r->s.listen, (int)r->s.supervisor.pid);
     if (r->workers == NULL)
         printf("%s\n", r->why);
-    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8s %-12s %-13s %-8s %s\n", "NAME", "ROLE", "PID",
+    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8s %-18s %-13s %-8s %s\n", "NAME", "ROLE", "PID",
            "PROCESS", "STATE", "UPTIME", "RESTARTS", "BACKEND", "KV FREE/TOTAL", "QUEUE MS",
            "LANES");
     for (uint32_t i = 0; i < r->s.services_count; i++)

@@ -236,7 +236,8 @@ static void choose_threads(supervisor *s)
 
     if (sched_getaffinity(0, sizeof cpus, &cpus) == 0)
         count = (uint32_t)CPU_COUNT(&cpus);
-    uint32_t share = count / d->workers > 0 ? count / d->workers : 1;
+    uint32_t share = count / pd_deployment_processes(d);
+    share = share > 0 ? share : 1;
     snprintf(s->chosen[4], sizeof s->chosen[4], "prefill.threads=%u",
              d->prefill.threads != 0 ? d->prefill.threads : share);
     snprintf(s->chosen[5], sizeof s->chosen[5], "decode.threads=%u",

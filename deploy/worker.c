@@ -1,6 +1,7 @@
 /* deploy/worker.c - the one executable of both kinds of worker: `prefill-worker` and
  * `decode-worker`. The role is the name it is started under, or --role. */
 
+#include "common/worker/rank.h"
 #include "common/worker/runtime.h"
 #include "decode-worker/decode.h"
 #include "deploy/step_faults.h"
@@ -40,19 +41,23 @@ static bool role_of(const char *text, pd_role *role_out)
 
 int main(int argc, char **argv)
 {
-    enum { OPT_NAME = 256, OPT_SET, OPT_ROLE, OPT_VERSION };
+    /* rank and leader are how a worker starts its other ranks, and nobody else's business */
+    enum { OPT_NAME = 256, OPT_SET, OPT_ROLE, OPT_VERSION, OPT_RANK, OPT_LEADER };
     static const struct option long_options[] = {
         {"file", required_argument, NULL, 'f'},
         {"name", required_argument, NULL, OPT_NAME},
         {"set", required_argument, NULL, OPT_SET},
         {"role", required_argument, NULL, OPT_ROLE},
+        {"rank", required_argument, NULL, OPT_RANK},
+        {"leader", required_argument, NULL, OPT_LEADER},
         {"version", no_argument, NULL, OPT_VERSION},
         {"help", no_argument, NULL, 'h'},
         {NULL, 0, NULL, 0},
     };
     const char *self = strrchr(argv[0], '/') != NULL ? strrchr(argv[0], '/') + 1 : argv[0];
     const char *sets[PD_DEPLOYMENT_SETS_MAX];
-    pd_worker_options options = {.sets = sets};
+    const char *rank = NULL, *leader = NULL;
+    pd_worker_options options = {.sets = sets, .self = argv[0]};
     pd_role role = PD_ROLE_PREFILL;
     bool has_role = role_of(self, &role);
     int option;
@@ -75,6 +80,8 @@ int main(int argc, char **argv)
                 return 2;
             }
             break;
+        case OPT_RANK: rank = optarg; break;
+        case OPT_LEADER: leader = optarg; break;
         case OPT_VERSION: printf("%s %s\n", self, PD_VERSION); return 0;
         case 'h': usage(stdout, self); return 0;
         default: return 2; /* getopt has said why */
@@ -94,5 +101,13 @@ int main(int argc, char **argv)
     if (step_faults_engine(&kern_runner, &options.engine) != PD_OK)
         return 2;
     options.role = role == PD_ROLE_PREFILL ? &prefill_role : &decode_role;
+    if (rank != NULL || leader != NULL) {
+        pd_rank_start start;
+        if (pd_rank_start_parse(rank, leader, &start) != PD_OK) {
+            fprintf(stderr, "%s: --rank and --leader are a worker's own; see --help\n", self);
+            return 2;
+        }
+        return pd_worker_rank_run(&options, &start);
+    }
     return pd_worker_run(&options);
 }

@@ -29,7 +29,7 @@
 #include <stdint.h>
 
 #define KERN_BACKEND_ABI 1
-/* The one symbol that a plugin shows: `const kern_backend kern_backend_plugin`. */
+/* The one symbol that a plugin shows, declared below. */
 #define KERN_BACKEND_SYMBOL "kern_backend_plugin"
 
 typedef struct kern_loaded kern_loaded; /* a model on a backend; each backend has its own */
@@ -129,3 +129,6 @@ typedef struct kern_backend {
     pd_status (*check)(kern_loaded *model, const pd_seal_item *items, uint32_t count,
                        const uint64_t *seals, uint32_t *bad_out);
 } kern_backend;
+
+/* Defined by each plugin for itself; found by name. */
+extern __attribute__((visibility("default"))) const kern_backend kern_backend_plugin;

@@ -10,6 +10,7 @@
 
 #include "common/kv/layout.h"
 #include "common/model_file/model_file.h"
+#include "kernels/sum_tree.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -23,9 +24,28 @@
 typedef struct kern_matrix {
     pd_dtype dtype;
     uint32_t rows, cols;
-    uint32_t segments; /* cols is cut into this many equal runs, whose sums are added in order */
-    const void *data;  /* packed by the table's pack, or the file's rows when it packs nothing */
+    /* cols is cut into this many equal runs: the leaves of kernels/sum_tree's tree, or of the part
+     * of it that a rank has */
+    uint32_t segments;
+    /* A product is over these, one node of the tree; a count of 0: over all of them. */
+    uint32_t segment_from, segment_count;
+    const void *data; /* packed by the table's pack, or the file's rows when it packs nothing */
 } kern_matrix;
+
+/* The same matrix, for products over segments [from, from + count). */
+static inline kern_matrix kern_matrix_node(const kern_matrix *matrix, uint32_t from, uint32_t count)
+{
+    kern_matrix node = *matrix;
+
+    node.segment_from = from;
+    node.segment_count = count;
+    return node;
+}
+
+static inline uint32_t kern_matrix_segments(const kern_matrix *matrix)
+{
+    return matrix->segment_count != 0 ? matrix->segment_count : matrix->segments;
+}
 
 /* Rows of activations, as floats and, for quantised weights, as blocks of 32 int8. */
 typedef struct kern_acts {
@@ -72,8 +92,9 @@ typedef struct kern_ops {
     /* What quantize left out, values - scale * quant, as the values of row residual_row. */
     void (*residual)(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols,
                      uint32_t residual_row);
-    /* out[n][r] (+)= sum over columns, for r in row_first .. row_first + rows - 1 and activation
-     * rows n in acts_first .. acts_first + acts_rows - 1; out[n - acts_first] is that row. */
+    /* out[n][r] (+)= sum over the segments' columns, for r in row_first .. row_first + rows - 1 and
+     * activation rows n in acts_first .. acts_first + acts_rows - 1; out[n - acts_first] is that
+     * row. The segments' sums are added as kernels/sum_tree's T(0, count). */
     void (*matmul)(const kern_matrix *matrix, uint32_t row_first, uint32_t rows,
                    const kern_acts *acts, uint32_t acts_first, uint32_t acts_rows,
                    float *const *out, bool add);

@@ -24,6 +24,7 @@
 
 #define KERN_LEAVES_MAX 64
 #define KERN_NODES_MAX  12 /* that cover a run of leaves: 2 (log2(64) - 1) is the worst case */
+#define KERN_TREE_DEPTH 6  /* sums that wait for a right neighbour, leaf by leaf: log2(64) */
 
 typedef struct kern_node {
     uint8_t lo, count; /* leaves lo .. lo + count - 1 */
@@ -78,6 +79,45 @@ KERN_TREE_FUNCTION kern_nodes kern_nodes_of(uint32_t leaves, uint32_t from, uint
     nodes.count = 0;
     kern_nodes_add(&nodes, 0, leaves, from, to);
     return nodes;
+}
+
+/* How many waiting sums are added to leaf i's own, the latest first, when the n leaves of a node
+ * come in order and every sum waits until its right neighbour is there: each as (waiting + own).
+ * What is left then waits in turn; after the last leaf nothing does. waiting: how many there are.
+ */
+KERN_TREE_FUNCTION uint32_t kern_tree_adds(uint32_t i, uint32_t n, uint32_t waiting)
+{
+    uint32_t adds = 0;
+
+    if (i + 1 == n)
+        return waiting;
+    for (; (i & 1) != 0; i >>= 1)
+        adds++;
+    return adds;
+}
+
+/* The same for the nodes that cover all leaves, in order: adds[k] for node k. */
+KERN_TREE_FUNCTION void kern_nodes_adds(uint32_t leaves, const kern_node *nodes, uint32_t count,
+                                        uint8_t *adds)
+{
+    kern_node waiting[KERN_LEAVES_MAX];
+    uint32_t depth = 0;
+
+    for (uint32_t k = 0; k < count; k++) {
+        kern_node own = nodes[k];
+        adds[k] = 0;
+        while (depth > 0 &&
+               waiting[depth - 1].count ==
+                   kern_tree_left(waiting[depth - 1].count + (uint32_t)own.count) &&
+               kern_nodes_of(leaves, waiting[depth - 1].lo, (uint32_t)own.lo + own.count).count ==
+                   1) {
+            depth--;
+            own.lo = waiting[depth].lo;
+            own.count = (uint8_t)(own.count + waiting[depth].count);
+            adds[k]++;
+        }
+        waiting[depth++] = own;
+    }
 }
 
 /* The most nodes that any of `ranks` equal shares of the leaves has: what ranks gather has room for

@@ -255,7 +255,7 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
     cluster->registered++;
     welcome(cluster, slot, hello->session, true);
     pd_log_info("msg=\"worker registered\" worker=%s role=%s incarnation=%016" PRIx64
-                " pid=%" PRId64 " backend=%s transfer=%s blocks=%u",
+                " pid=%" PRId64 " backend=\"%s\" transfer=%s blocks=%u",
                 hello->name, hello->role == PD_ROLE_PREFILL ? "prefill" : "decode",
                 hello->incarnation, hello->pid, hello->backend, hello->transfer, hello->blocks);
     *slot_out = slot;

@@ -36,8 +36,14 @@ kv_nvcc() {
         export PATH=/usr/local/cuda/bin:$PATH
         return 0
     fi
-    kv_cuda_fetch cuda nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.* \
-        nvidia-cuda-runtime==13.0.* || return 1
+    kv_cuda_fetch cuda nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
+        nvidia-cuda-runtime==13.0.96 || return 1
     ln -sfn lib "$KV_CUDA/lib64" # where nvcc looks for cudart
     export PATH=$KV_CUDA/bin:$PATH
+}
+
+# kv_cuda_tools: what reads machine code, for tests/gpu/ladder (2 MB to fetch, 6 MB unpacked). PyPI has
+# none of 13.0; these read what it makes.
+kv_cuda_tools() {
+    kv_cuda_fetch cuda-tools nvidia-cuda-cuobjdump==13.2.86 nvidia-cuda-nvdisasm==13.2.86
 }

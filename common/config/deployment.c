@@ -891,6 +891,14 @@ const char *pd_router_policy_name(pd_router_policy policy)
     return names[policy];
 }
 
+uint32_t pd_deployment_processes(const pd_deployment *deployment)
+{
+    uint32_t processes = deployment->prefill.workers * deployment->prefill.tensor_parallel +
+                         deployment->decode.workers * deployment->decode.tensor_parallel;
+
+    return processes > 0 ? processes : 1;
+}
+
 bool pd_deployment_has_service(const pd_deployment *deployment, const char *name)
 {
     static const char *const roles[] = {"prefill-", "decode-"};

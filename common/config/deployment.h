@@ -50,12 +50,13 @@ typedef struct pd_listen {
 
 /* A pool of workers with one role. */
 typedef struct pd_deployment_pool {
-    uint32_t workers;      /* how many of this role; from workers and ratio, or pool.workers */
-    const char *device;    /* "cpu" (best for this machine), "cpu-ref", "cpu-avx2", "cpu-avx512" */
-    uint32_t threads;      /* of one worker; 0: this host's CPUs shared out among the workers */
-    uint32_t max_batch;    /* sequences in one step */
-    uint32_t queue_max;    /* requests that may wait in one worker */
-    uint32_t chunk_tokens; /* rows of one prefill step (decode workers prefill short prompts) */
+    uint32_t workers;         /* how many of this role; from workers and ratio, or pool.workers */
+    const char *device;       /* "cpu" (its best instructions), "cpu-ref", "cuda:1", "auto", ... */
+    uint32_t tensor_parallel; /* ranks of one worker, a process each */
+    uint32_t threads;         /* of one rank; 0: this host's CPUs shared out among the workers */
+    uint32_t max_batch;       /* sequences in one step */
+    uint32_t queue_max;       /* requests that may wait in one worker */
+    uint32_t chunk_tokens;    /* rows of one prefill step (decode workers prefill short prompts) */
 } pd_deployment_pool;
 
 typedef struct pd_deployment {
@@ -155,6 +156,9 @@ void pd_deployment_dump(const pd_deployment *deployment, pd_buf *buf);
 void pd_deployment_help(pd_buf *buf);
 
 const char *pd_router_policy_name(pd_router_policy policy); /* as in YAML: "kv-aware" */
+
+/* Processes that compute: every rank of every worker. At least 1. */
+uint32_t pd_deployment_processes(const pd_deployment *deployment);
 
 /* True when name is prefill-I or decode-I with I below the pool's workers. */
 bool pd_deployment_has_service(const pd_deployment *deployment, const char *name);

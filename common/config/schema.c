@@ -12,7 +12,7 @@
 #define KIB       (1ull << 10)
 #define MIB       (1ull << 20)
 #define TIB       (1ull << 40)
-#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512"
+#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512|cuda|cuda:N|cuda-emu|cuda-emu:N|auto"
 #define DAY       (24 * 3600 * S)
 
 /* The schema and the defaults: the one place. Keys of a section stand together. */
@@ -83,9 +83,11 @@ const pd_key pd_schema[] = {
     {"prefill.workers", PD_KEY_INTEGER, AT(prefill.workers), 1, PD_DEPLOYMENT_WORKERS_MAX, NULL,
      NULL, "how many; instead of workers and ratio"},
     {"prefill.device", PD_KEY_CHOICE, AT(prefill.device), 0, 0, "cpu", DEVICES,
-     "kernels; cpu: the best for this machine"},
+     "what computes; cpu: its best instructions; auto: a GPU where there is one"},
+    {"prefill.tensor_parallel", PD_KEY_INTEGER, AT(prefill.tensor_parallel), 1, 64, "1", NULL,
+     "ranks that the model is split among, a process each; divides its heads"},
     {"prefill.threads", PD_KEY_AUTO, AT(prefill.threads), 1, 1024, "auto", NULL,
-     "compute threads of one worker; auto: the CPUs shared out"},
+     "compute threads of one rank of a worker; auto: the CPUs shared out"},
     {"prefill.max_batch", PD_KEY_INTEGER, AT(prefill.max_batch), 1, 1024, "8", NULL,
      "sequences in one step"},
     {"prefill.queue_max", PD_KEY_INTEGER, AT(prefill.queue_max), 1, 65536, "256", NULL,
@@ -95,9 +97,11 @@ const pd_key pd_schema[] = {
     {"decode.workers", PD_KEY_INTEGER, AT(decode.workers), 1, PD_DEPLOYMENT_WORKERS_MAX, NULL, NULL,
      "how many; instead of workers and ratio"},
     {"decode.device", PD_KEY_CHOICE, AT(decode.device), 0, 0, "cpu", DEVICES,
-     "kernels; cpu: the best for this machine"},
+     "what computes; cpu: its best instructions; auto: a GPU where there is one"},
+    {"decode.tensor_parallel", PD_KEY_INTEGER, AT(decode.tensor_parallel), 1, 64, "1", NULL,
+     "ranks that the model is split among, a process each; divides its heads"},
     {"decode.threads", PD_KEY_AUTO, AT(decode.threads), 1, 1024, "auto", NULL,
-     "compute threads of one worker; auto: the CPUs shared out"},
+     "compute threads of one rank of a worker; auto: the CPUs shared out"},
     {"decode.max_batch", PD_KEY_INTEGER, AT(decode.max_batch), 1, 1024, "64", NULL,
      "sequences in one step"},
     {"decode.queue_max", PD_KEY_INTEGER, AT(decode.queue_max), 1, 65536, "256", NULL,
@@ -153,6 +157,10 @@ static const struct {
     {"model.alias", "model.aliases"},
     {"model.context_length", "model.context"},
     {"model.max_model_len", "model.context"},
+    {"prefill.tp", "prefill.tensor_parallel"},
+    {"decode.tp", "decode.tensor_parallel"},
+    {"prefill.tensor_parallel_size", "prefill.tensor_parallel"},
+    {"decode.tensor_parallel_size", "decode.tensor_parallel"},
     {"prefill.chunk_size", "prefill.chunk_tokens"},
 };
 

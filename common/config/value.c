@@ -239,6 +239,20 @@ pd_status pd_scalar_ratio(const char *text, uint32_t max, uint32_t *left_out, ui
     return PD_OK;
 }
 
+/* Is text this name of the choices? A name "cuda:N" is any such text with a number for N. */
+static bool is_choice(const char *name, const char *text)
+{
+    size_t head = strcspn(name, ":");
+
+    if (strcmp(name + head, ":N") != 0)
+        return strcmp(name, text) == 0;
+    if (strncmp(name, text, head + 1) != 0)
+        return false;
+    const char *number = text + head + 1;
+    size_t digits = digits_of(number);
+    return digits > 0 && digits <= 3 && number[digits] == '\0' && (digits == 1 || number[0] != '0');
+}
+
 pd_status pd_scalar_choice(const char *text, const char *choices, uint32_t *index_out,
                            pd_scalar_why *why)
 {
@@ -252,7 +266,7 @@ pd_status pd_scalar_choice(const char *text, const char *choices, uint32_t *inde
         pd_assert(len < sizeof name);
         memcpy(name, at, len);
         name[len] = '\0';
-        if (strcmp(name, text) == 0) {
+        if (is_choice(name, text)) {
             *index_out = index;
             return PD_OK;
         }

@@ -32,7 +32,7 @@ PD_CHECKED pd_status pd_scalar_size(const char *text, uint64_t min_bytes, uint64
 /* N:M, both 1 to max. */
 PD_CHECKED pd_status pd_scalar_ratio(const char *text, uint32_t max, uint32_t *left_out,
                                      uint32_t *right_out, pd_scalar_why *why);
-/* One of "a|b|c"; which, from 0. */
+/* One of "a|b|c"; which, from 0. "a:N" stands for a:0 to a:999. */
 PD_CHECKED pd_status pd_scalar_choice(const char *text, const char *choices, uint32_t *index_out,
                                       pd_scalar_why *why);
 /* HOST:PORT, port 0 to 65535: an IPv4 address, an IPv6 address in brackets, or a name. host_out

@@ -44,6 +44,12 @@ static pd_status check(const pd_model_shape *shape, const pd_kv_layout_options *
                      shape->layers, shape->kv_heads, shape->head_dim);
         return PD_E_INVALID;
     }
+    if (options->ranks != 0 && shape->kv_heads % options->ranks != 0) {
+        pd_log_error("msg=\"kv layout: the KV heads do not divide among the ranks\" kv_heads=%u "
+                     "ranks=%u",
+                     shape->kv_heads, options->ranks);
+        return PD_E_INVALID;
+    }
     return PD_OK;
 }
 
@@ -58,9 +64,11 @@ pd_status pd_kv_layout_make(const pd_model_shape *shape, const pd_kv_layout_opti
         .layers = shape->layers,
         .kv_heads = shape->kv_heads,
         .head_dim = shape->head_dim,
+        .ranks = options->ranks != 0 ? options->ranks : 1,
         .block_tokens = options->block_tokens,
         .element_bytes = 2,
     };
+    layout.rank_heads = layout.kv_heads / layout.ranks;
     layout.token_bytes = (uint64_t)layout.head_dim * layout.element_bytes;
     layout.half_bytes = layout.block_tokens * layout.token_bytes;
     layout.layer_bytes = 2 * layout.half_bytes;
@@ -86,6 +94,7 @@ pd_status pd_kv_layout_make(const pd_model_shape *shape, const pd_kv_layout_opti
     }
     layout.blocks = (uint32_t)blocks;
     layout.pool_bytes = blocks * layout.block_bytes_all;
+    layout.rank_bytes = layout.pool_bytes / layout.ranks;
     *layout_out = layout;
     return PD_OK;
 }
@@ -100,28 +109,40 @@ uint32_t pd_kv_layout_group_layers(const pd_kv_layout *layout, uint32_t group)
 
 uint64_t pd_kv_layout_block_bytes(const pd_kv_layout *layout, uint32_t group)
 {
-    return (uint64_t)pd_kv_layout_group_layers(layout, group) * layout->kv_heads *
-           layout->layer_bytes;
+    return layout->kv_heads * pd_kv_layout_head_bytes(layout, group);
+}
+
+uint64_t pd_kv_layout_head_bytes(const pd_kv_layout *layout, uint32_t group)
+{
+    return pd_kv_layout_group_layers(layout, group) * layout->layer_bytes;
+}
+
+uint64_t pd_kv_layout_head_offset(const pd_kv_layout *layout, uint32_t group, pd_block block,
+                                  uint32_t kv_head)
+{
+    pd_assert(block < layout->blocks && kv_head < layout->kv_heads);
+    uint32_t rank = kv_head / layout->rank_heads, head = kv_head % layout->rank_heads;
+    /* every group before this one is a full one */
+    uint64_t group_start = (uint64_t)group * layout->group_layers * layout->rank_heads *
+                           layout->layer_bytes * layout->blocks;
+
+    return rank * layout->rank_bytes + group_start +
+           ((uint64_t)block * layout->rank_heads + head) * pd_kv_layout_head_bytes(layout, group);
 }
 
 uint64_t pd_kv_layout_block_offset(const pd_kv_layout *layout, uint32_t group, pd_block block)
 {
-    pd_assert(block < layout->blocks);
-    /* every group before this one is a full one */
-    uint64_t group_start = (uint64_t)group * layout->group_layers * layout->kv_heads *
-                           layout->layer_bytes * layout->blocks;
-    return group_start + block * pd_kv_layout_block_bytes(layout, group);
+    pd_assert(layout->ranks == 1);
+    return pd_kv_layout_head_offset(layout, group, block, 0);
 }
 
 uint64_t pd_kv_layout_k_offset(const pd_kv_layout *layout, uint32_t layer, pd_block block,
                                uint32_t kv_head)
 {
-    pd_assert(layer < layout->layers && kv_head < layout->kv_heads);
+    pd_assert(layer < layout->layers);
     uint32_t group = pd_kv_layout_group_of(layout, layer);
     uint64_t in_group = layer - group * layout->group_layers;
-    uint64_t head_bytes = pd_kv_layout_group_layers(layout, group) * layout->layer_bytes;
-    return pd_kv_layout_block_offset(layout, group, block) + kv_head * head_bytes +
-           in_group * layout->layer_bytes;
+    return pd_kv_layout_head_offset(layout, group, block, kv_head) + in_group * layout->layer_bytes;
 }
 
 uint64_t pd_kv_layout_fingerprint(const pd_kv_layout *layout)
@@ -137,6 +158,19 @@ uint64_t pd_kv_layout_fingerprint(const pd_kv_layout *layout)
         layout->group_layers,
     };
     return pd_hash64(fields, sizeof fields, 0);
+}
+
+pd_kv_layout pd_kv_layout_of_peer(const pd_kv_layout *layout, uint32_t blocks, uint32_t ranks)
+{
+    pd_kv_layout peer = *layout;
+
+    pd_assert(blocks > 0 && ranks > 0 && layout->kv_heads % ranks == 0);
+    peer.blocks = blocks;
+    peer.ranks = ranks;
+    peer.rank_heads = layout->kv_heads / ranks;
+    peer.pool_bytes = blocks * layout->block_bytes_all;
+    peer.rank_bytes = peer.pool_bytes / ranks;
+    return peer;
 }
 
 void pd_kv_layout_describe(const pd_kv_layout *layout, char *text, size_t size)

@@ -13,8 +13,9 @@ struct pd_seal_tiles {
     pd_kv_layout layout;
     pd_seal_tiling tiling;
     uint64_t units;
-    uint16_t *covered; /* [units] tokens */
     uint64_t *sums;    /* [units][k, v][tiling.tiles], each over the covered tokens of its tile */
+    uint16_t *covered; /* [units] tokens; behind the sums */
+    void *own;         /* NULL: the memory of both is the caller's */
 };
 
 pd_seal_tiling pd_seal_tiling_of(uint64_t token_bytes, uint32_t block_tokens)
@@ -82,7 +83,21 @@ static uint64_t sum_tile(const pd_kv_layout *layout, const pd_seal_tiling *t,
 
 /* ---- the table ---- */
 
-pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles_out)
+static uint64_t units_of(const pd_kv_layout *layout)
+{
+    return layout->pool_bytes / layout->layer_bytes;
+}
+
+uint64_t pd_seal_tiles_room(const pd_kv_layout *layout)
+{
+    return units_of(layout) *
+           (sizeof(uint16_t) +
+            2 * (uint64_t)pd_seal_tiling_of(layout->token_bytes, layout->block_tokens).tiles *
+                sizeof(uint64_t));
+}
+
+pd_status pd_seal_tiles_create_over(const pd_kv_layout *layout, void *memory,
+                                    pd_seal_tiles **tiles_out)
 {
     pd_seal_tiles *tiles = pd_calloc(1, sizeof *tiles);
 
@@ -90,30 +105,38 @@ pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles
         return PD_E_NOMEM;
     tiles->layout = *layout;
     tiles->tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens);
-    tiles->units = layout->pool_bytes / layout->layer_bytes;
-    tiles->covered = pd_calloc(tiles->units, sizeof *tiles->covered);
-    tiles->sums = pd_calloc(tiles->units * 2 * tiles->tiling.tiles, sizeof *tiles->sums);
-    if (tiles->covered == NULL || tiles->sums == NULL) {
-        pd_seal_tiles_destroy(tiles);
-        return PD_E_NOMEM;
-    }
+    tiles->units = units_of(layout);
+    tiles->sums = memory;
+    tiles->covered = (uint16_t *)(tiles->sums + tiles->units * 2 * tiles->tiling.tiles);
     *tiles_out = tiles;
     return PD_OK;
+}
+
+pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles_out)
+{
+    void *memory = pd_calloc(1, pd_seal_tiles_room(layout));
+
+    if (memory == NULL)
+        return PD_E_NOMEM;
+    pd_status status = pd_seal_tiles_create_over(layout, memory, tiles_out);
+    if (status != PD_OK)
+        pd_free(memory);
+    else
+        (*tiles_out)->own = memory;
+    return status;
 }
 
 void pd_seal_tiles_destroy(pd_seal_tiles *tiles)
 {
     if (tiles == NULL)
         return;
-    pd_free(tiles->covered);
-    pd_free(tiles->sums);
+    pd_free(tiles->own);
     pd_free(tiles);
 }
 
 uint64_t pd_seal_tiles_bytes(const pd_seal_tiles *tiles)
 {
-    return tiles->units *
-           (sizeof *tiles->covered + 2 * (uint64_t)tiles->tiling.tiles * sizeof *tiles->sums);
+    return pd_seal_tiles_room(&tiles->layout);
 }
 
 static uint64_t *sums_of(const pd_seal_tiles *tiles, uint64_t unit, uint32_t half)
@@ -172,8 +195,9 @@ uint64_t pd_seal_place_key(const pd_seal_place *place)
 typedef struct walk {
     const pd_kv_layout *layout;
     pd_seal_tiling tiling;
-    const unsigned char *bytes; /* of the block's group */
-    uint64_t unit_first;        /* of the block's group */
+    const unsigned char *pool;
+    uint32_t group;
+    pd_block block;
     uint32_t layers, valid_tokens, head_first;
     uint64_t key;
     const pd_seal_tiles *known; /* NULL: nothing is */
@@ -183,14 +207,13 @@ typedef struct walk {
 static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block,
                     const pd_seal_place *place)
 {
-    uint64_t offset = pd_kv_layout_block_offset(layout, place->group, block);
-
     pd_assert(place->valid_tokens > 0 && place->valid_tokens <= layout->block_tokens);
     return (walk){
         .layout = layout,
         .tiling = pd_seal_tiling_of(layout->token_bytes, layout->block_tokens),
-        .bytes = (const unsigned char *)pool + offset,
-        .unit_first = offset / layout->layer_bytes,
+        .pool = pool,
+        .group = place->group,
+        .block = block,
         .layers = pd_kv_layout_group_layers(layout, place->group),
         .valid_tokens = place->valid_tokens,
         .head_first = place->head_first,
@@ -198,12 +221,18 @@ static walk walk_of(const pd_kv_layout *layout, const void *pool, pd_block block
     };
 }
 
-static uint64_t seal_half(const walk *w, uint32_t unit, uint32_t half, uint64_t key)
+/* The head's first unit in the pool; those of the group's later layers follow. */
+static uint64_t unit_of(const walk *w, uint32_t head)
+{
+    return pd_kv_layout_head_offset(w->layout, w->group, w->block, head) / w->layout->layer_bytes;
+}
+
+static uint64_t seal_half(const walk *w, uint64_t at, uint32_t half, uint64_t key)
 {
     const pd_kv_layout *layout = w->layout;
     const pd_seal_tiling *t = &w->tiling;
-    const unsigned char *bytes = w->bytes + unit * layout->layer_bytes + half * layout->half_bytes;
-    uint64_t at = w->unit_first + unit, sum = 0;
+    const unsigned char *bytes = w->pool + at * layout->layer_bytes + half * layout->half_bytes;
+    uint64_t sum = 0;
     uint32_t covered = w->known == NULL ? 0 : w->known->covered[at];
 
     for (uint32_t tile = 0; tile * t->tokens < w->valid_tokens; tile++) {
@@ -225,11 +254,11 @@ static uint64_t seal_heads(const walk *w, uint32_t head_from, uint32_t head_to)
     uint64_t sum = 0;
 
     for (uint32_t head = head_from; head < head_to; head++) {
+        uint64_t unit = unit_of(w, head);
         for (uint32_t layer = 0; layer < w->layers; layer++) {
             uint64_t number = ((uint64_t)(w->head_first + head) << 32) + 2 * layer;
-            uint32_t unit = head * w->layers + layer;
-            sum += seal_half(w, unit, 0, w->key ^ pd_mix64(number));
-            sum += seal_half(w, unit, 1, w->key ^ pd_mix64(number + 1));
+            sum += seal_half(w, unit + layer, 0, w->key ^ pd_mix64(number));
+            sum += seal_half(w, unit + layer, 1, w->key ^ pd_mix64(number + 1));
         }
     }
     return sum;
@@ -284,9 +313,11 @@ void pd_seal_items(const pd_kv_layout *layout, const void *pool, const pd_seal_t
 
 static void cover(const walk *w, uint32_t head_from, uint32_t head_to, uint32_t tokens)
 {
-    for (uint32_t unit = head_from * w->layers; w->learn != NULL && unit < head_to * w->layers;
-         unit++)
-        w->learn->covered[w->unit_first + unit] = (uint16_t)tokens;
+    for (uint32_t head = head_from; w->learn != NULL && head < head_to; head++) {
+        uint64_t unit = unit_of(w, head);
+        for (uint32_t layer = 0; layer < w->layers; layer++)
+            w->learn->covered[unit + layer] = (uint16_t)tokens;
+    }
 }
 
 static pd_status check_heads(const walk *w, uint32_t head_from, uint32_t head_to, uint64_t seal)

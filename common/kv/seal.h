@@ -59,7 +59,12 @@ typedef struct pd_seal_tiles pd_seal_tiles;
 
 /* Nothing is covered. layout is copied. PD_E_NOMEM. */
 PD_CHECKED pd_status pd_seal_tiles_create(const pd_kv_layout *layout, pd_seal_tiles **tiles_out);
-void pd_seal_tiles_destroy(pd_seal_tiles *tiles); /* NULL is fine */
+/* The same in memory of the caller's, 8-byte aligned, which outlives it: for processes that share a
+ * pool, each with a table over the same memory. Zeroed before the first of them. */
+PD_CHECKED pd_status pd_seal_tiles_create_over(const pd_kv_layout *layout, void *memory,
+                                               pd_seal_tiles **tiles_out);
+uint64_t pd_seal_tiles_room(const pd_kv_layout *layout); /* bytes of that memory */
+void pd_seal_tiles_destroy(pd_seal_tiles *tiles);        /* NULL is fine */
 uint64_t pd_seal_tiles_bytes(const pd_seal_tiles *tiles);
 
 /* K and V of tokens [from, to) of the block have just been written to the pool, for one layer and

@@ -32,10 +32,10 @@ typedef struct pd_transfer_options {
     const char *device;    /* network device for tcp, such as "lo"; NULL: lo */
     uint64_t pool_bytes;
     /* NULL: the transfer allocates it; else pd_transfer_pool_room(pool_bytes) bytes of the
-     * caller's, page-aligned, which outlive the transfer. Peers cannot map host memory from
-     * outside: within a host their puts go as messages through one queue, which is slower, and
-     * which a sender that is killed in the wrong moment leaves stuck. For memory that can be had no
-     * other way. */
+     * caller's, page-aligned, which outlive the transfer. Host memory from outside should be one
+     * shared mapping of a file that stays open (memfd_create): peers map it. Other memory they
+     * cannot: within a host their puts go as messages through one queue, which is slower, and which
+     * a sender that is killed in the wrong moment leaves stuck. */
     void *pool;
     pd_memory_kind pool_kind; /* of pool: peers' pools must be of the same kind */
     uint32_t peers_max;

@@ -15,12 +15,14 @@
 #include "common/transfer/lanes.h"
 #include "common/transfer/notice_socket.h"
 #include "common/transfer/senders.h"
+#include "common/transfer/shared_file.h"
 #include "common/transfer/ucx_context.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
@@ -41,8 +43,9 @@ typedef struct ucx_address {
     uint32_t pad;  /* 0 */
     uint64_t base; /* of the pool, in the peer's address space */
     unsigned char socket[PD_NOTICE_SOCKET_NAME_BYTES]; /* all 0: none, over tcp only */
+    pd_shared_file file; /* by which a given pool can be mapped; inode 0: it cannot */
 } ucx_address;
-_Static_assert(sizeof(ucx_address) == 64, "goes over the wire");
+_Static_assert(sizeof(ucx_address) == 96, "goes over the wire");
 
 typedef struct ucx_peer {
     pd_carrier *carrier; /* for UCX's callbacks */
@@ -51,6 +54,7 @@ typedef struct ucx_peer {
     ucp_rkey_h rkey;
     uint64_t base;
     unsigned char *mapped; /* the peer's pool in our address space, as long as rkey; or NULL */
+    uint64_t mapped_bytes; /* not 0: mapped by us, through its file */
     pd_link_head head;     /* of this link */
     bool by_message;       /* over tcp: see put_by_message */
     bool failed;           /* UCX reported an error: no further calls but closing */
@@ -70,6 +74,7 @@ struct pd_carrier {
     ucp_mem_h memory;
     unsigned char *pool; /* [pool_bytes rounded up to a page] then a page for probes */
     uint64_t pool_bytes;
+    bool given; /* the pool: by the owner */
     pd_memory_kind pool_kind;
     int fd;                   /* what is waited for: UCX's own, or it and the socket's together */
     pd_notice_socket *socket; /* NULL with tcp alone */
@@ -86,6 +91,14 @@ struct pd_carrier {
 static uint64_t probe_offset(uint64_t pool_bytes)
 {
     return (pool_bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+static void unmap_pool(ucx_peer *peer)
+{
+    if (peer->mapped_bytes != 0)
+        munmap(peer->mapped, peer->mapped_bytes);
+    peer->mapped = NULL;
+    peer->mapped_bytes = 0;
 }
 
 /* ---- create ---- */
@@ -221,8 +234,23 @@ static ucs_memory_type_t memory_type(const pd_carrier *carrier)
     return carrier->pool_kind == PD_MEMORY_CUDA ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
 }
 
+/* A pool from outside that is shared memory: peers map it by its file. */
+static pd_shared_file file_of_pool(const pd_carrier *carrier)
+{
+    pd_shared_file file = {0};
+    bool host = carrier->given && carrier->pool_kind == PD_MEMORY_HOST;
+
+    if (host && strcmp(carrier->transport, "tcp") != 0 &&
+        pd_shared_file_of(carrier->pool, carrier->pool_bytes, &file) != PD_OK)
+        pd_log_warn("msg=\"transfer: the KV pool is no shared memory that peers could map: "
+                    "transfers within this host are slow\" pool_bytes=%llu",
+                    (unsigned long long)carrier->pool_bytes);
+    return file;
+}
+
 static pd_status register_pool(pd_carrier *carrier, const pd_transfer_options *options)
 {
+    carrier->given = true;
     carrier->pool = options->pool;
     carrier->pool_bytes = options->pool_bytes;
     carrier->pool_kind = options->pool_kind;
@@ -305,6 +333,7 @@ static pd_status init_address(pd_carrier *carrier)
             .rkey_bytes = (uint32_t)rkey_bytes,
             .kind = (uint32_t)carrier->pool_kind,
             .base = (uintptr_t)carrier->pool,
+            .file = file_of_pool(carrier),
         };
         if (carrier->socket != NULL)
             memcpy(head.socket, pd_notice_socket_name(carrier->socket), sizeof head.socket);
@@ -327,6 +356,7 @@ static void destroy(pd_carrier *carrier)
     for (pd_peer i = 0; carrier->peers != NULL && i < carrier->peers_max; i++) {
         if (carrier->peers[i].rkey != NULL && carrier->peers[i].ep == NULL)
             ucp_rkey_destroy(carrier->peers[i].rkey);
+        unmap_pool(&carrier->peers[i]);
     }
     pd_notice_socket_destroy(carrier->socket);
     if (carrier->epoll_fd >= 0)
@@ -461,7 +491,7 @@ static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, si
                      peer->index, lane);
         return PD_E_UNSUPPORTED;
     }
-    if (has_tcp)
+    if (has_tcp || peer->mapped != NULL)
         return PD_OK;
     if (ucp_rkey_ptr(peer->rkey, peer->base, &mapped) == UCS_OK)
         peer->mapped = mapped;
@@ -541,7 +571,8 @@ static ucs_status_t request_take(void **request)
 }
 
 /* A connection counts as made when a first put was written over there: creating an endpoint alone
- * says nothing. Its place is the page behind the peer's pool. */
+ * says nothing. Its place is the page behind the peer's pool. A pool that was mapped by its file
+ * was found at the peer's process, and the peer's socket answered. */
 static pd_status start_probe(pd_carrier *carrier, ucx_peer *peer, uint64_t peer_pool_bytes)
 {
     ucp_request_param_t param = {
@@ -550,7 +581,7 @@ static pd_status start_probe(pd_carrier *carrier, ucx_peer *peer, uint64_t peer_
         .memory_type = memory_type(carrier),
     };
     void *put = NULL; /* over tcp a flush alone waits until the socket is connected */
-    if (!peer->by_message)
+    if (!peer->by_message && peer->mapped == NULL)
         put = ucp_put_nbx(peer->ep, carrier->pool + probe_offset(carrier->pool_bytes), 8,
                           peer->base + probe_offset(peer_pool_bytes), peer->rkey, &param);
     if (UCS_PTR_IS_ERR(put))
@@ -610,6 +641,17 @@ static pd_status open_socket(pd_carrier *carrier, const ucx_peer *peer, const uc
     return status == PD_E_PEER ? PD_OK : status;
 }
 
+static bool map_pool(ucx_peer *peer, const ucx_address *head, uint64_t peer_pool_bytes)
+{
+    void *memory;
+    if (head->file.inode == 0 || head->kind != PD_MEMORY_HOST ||
+        pd_shared_file_map(&head->file, peer_pool_bytes, &memory) != PD_OK)
+        return false;
+    peer->mapped = memory;
+    peer->mapped_bytes = peer_pool_bytes;
+    return true;
+}
+
 static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
                            uint64_t peer_pool_bytes)
 {
@@ -641,7 +683,7 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     if (status != PD_OK)
         return status;
     peer->by_message = strstr(lane, "tcp") != NULL;
-    if (!peer->by_message)
+    if (!peer->by_message && !map_pool(peer, &head, peer_pool_bytes))
         status = unpack_key(peer, bytes, &head);
     if (status == PD_OK && !peer->by_message)
         status = open_socket(carrier, peer, &head);
@@ -662,7 +704,7 @@ static void close_end(pd_carrier *carrier, ucx_peer *peer)
     if (peer->rkey != NULL)
         ucp_rkey_destroy(peer->rkey);
     peer->rkey = NULL;
-    peer->mapped = NULL;
+    unmap_pool(peer);
     peer->ep = NULL;
     carrier->events->closed(carrier->engine, peer->index);
 }

@@ -81,7 +81,7 @@ typedef struct pd_msg_hello {
     uint32_t block_tokens;
     uint32_t dp_rank;
     uint32_t context_max, max_batch, queue_max, blocks;
-    char backend[32];  /* "cpu-avx512" */
+    char backend[64];  /* "cpu-avx512", "cuda NVIDIA H200" */
     char transfer[32]; /* "ucx/shm" */
     const void *transfer_address;
     size_t transfer_address_len;

@@ -1,20 +1,21 @@
 #pragma once
 
 /* common/worker/address.h - what a prefill worker must know to write into a decode worker's pool:
- * how many blocks the pool has (offsets depend on it), its layout, and the transfer's address.
+ * how many blocks and tensor-parallel ranks the pool has (offsets depend on them), its layout, and
+ * the transfer's address.
  *
  * The bytes travel in pd_msg_hello and pd_msg_peer_up and mean nothing to a router. Pure. */
 
 #include "common/transfer/transfer.h"
 
 typedef struct pd_worker_address {
-    uint32_t blocks;
+    uint32_t blocks, ranks;
     uint64_t layout_fingerprint;
     const void *transfer; /* borrowed */
     size_t transfer_len;  /* 1 .. PD_TRANSFER_ADDRESS_BYTES_MAX */
 } pd_worker_address;
 
-#define PD_WORKER_ADDRESS_HEAD_BYTES 16
+#define PD_WORKER_ADDRESS_HEAD_BYTES 20
 #define PD_WORKER_ADDRESS_BYTES_MAX  (PD_WORKER_ADDRESS_HEAD_BYTES + PD_TRANSFER_ADDRESS_BYTES_MAX)
 
 /* Writes at most PD_WORKER_ADDRESS_BYTES_MAX bytes; returns how many. */

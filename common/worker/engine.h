@@ -6,16 +6,19 @@
 #include "common/base/memory_kind.h"
 #include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
+#include "common/worker/ranks.h"
 #include "common/worker/step.h"
 
 typedef struct pd_worker_engine pd_worker_engine;
 
 typedef struct pd_worker_engine_options {
-    const char *device;   /* "cpu", "cpu-ref", "cuda:1", "auto", ... */
-    uint32_t threads;     /* 0: one a usable core */
-    uint32_t context_max; /* positions */
-    uint32_t rows_max;    /* tokens of a step */
-    uint32_t slices_max;  /* of a step */
+    const char *device;         /* "cpu", "cpu-ref", "cuda:1", "auto", ... */
+    uint32_t threads;           /* 0: one a usable core */
+    uint32_t context_max;       /* positions */
+    uint32_t rows_max;          /* tokens of a step */
+    uint32_t slices_max;        /* of a step */
+    uint32_t ranks;             /* tensor-parallel; 0: 1 */
+    const pd_rank_place *place; /* NULL: ranks is 1. What it points to outlives the engine */
 } pd_worker_engine_options;
 
 /* Where an engine's KV pool must lie. */
@@ -30,6 +33,10 @@ typedef void pd_step_group_fn(void *ctx, pd_step *step, uint32_t group);
 
 /* In the order of an engine's life; errors are logged. */
 typedef struct pd_worker_engine_ops {
+    /* With ranks: bytes that their engines share (pd_ranks_memory). 0: this device has no ranks
+     * (logged). layout: of the pool. */
+    uint64_t (*shared_bytes)(const pd_model_file *file, const pd_worker_engine_options *options,
+                             const pd_kv_layout *layout, bool seals);
     /* file must outlive the engine. */
     pd_status (*create)(const pd_model_file *file, const pd_worker_engine_options *options,
                         pd_worker_engine **engine_out);
@@ -38,6 +45,8 @@ typedef struct pd_worker_engine_ops {
     /* The pool that steps work on, before the first; layout is copied. seals: hashes are made for
      * them as blocks are written. */
     pd_status (*bind)(pd_worker_engine *engine, const pd_kv_layout *layout, void *pool, bool seals);
+    /* Ranks above 0, once bound: takes part in rank 0's steps, until that one's engine stops. */
+    void (*serve)(pd_worker_engine *engine);
     /* Starts a step; at most two are under way. PD_E_OVERLOAD: more. group_done may be NULL. */
     pd_status (*run)(pd_worker_engine *engine, pd_step *step, pd_step_group_fn *group_done,
                      void *ctx);
@@ -50,7 +59,7 @@ typedef struct pd_worker_engine_ops {
     uint64_t (*bytes)(const pd_worker_engine *engine);      /* memory held, without the pool */
     /* NULL: fine; else what broke its device for good: the worker must end. */
     const char *(*broken)(const pd_worker_engine *engine);
-    /* No step runs any more, and none begins. */
+    /* No step runs any more, and none begins; the ranks above 0 are released. */
     void (*stop)(pd_worker_engine *engine);
     /* Its pool goes too: whoever used it has ended. */
     void (*destroy)(pd_worker_engine *engine);

@@ -219,7 +219,9 @@ static bool fits(const pd_landing *landing, const pd_notice *notice, const pd_ro
         return false;
     if (notice->count == 0 || notice->first_block < landing->first || end > landing_end)
         return false;
-    if (notice->slices == 0 || options->layout.kv_heads % notice->slices != 0)
+    /* whole heads, none of them on two of our ranks */
+    if (notice->slices == 0 || options->layout.kv_heads % notice->slices != 0 ||
+        notice->slices % options->layout.ranks != 0)
         return false;
     uint32_t valid = block_tokens;
     if (end == landing_end)
@@ -488,26 +490,43 @@ static void mark_before(pd_landing *landing, const pd_check *range, uint32_t bad
     mark(landing, landing->good, &landing->good_count, &before);
 }
 
+/* "..., KV heads 2 to 3 (slice 1 of 4, rank 0 here)" */
+static void say_slice(const pd_lander *lander, const pd_check *range, uint32_t slice, char *text,
+                      size_t size)
+{
+    const pd_kv_layout *layout = &lander->options->layout;
+    uint32_t heads = layout->kv_heads / range->slices, first = slice * heads;
+
+    pd_assert(slice < range->slices);
+    snprintf(text, size,
+             "a seal does not match its bytes, KV heads %u to %u (slice %u of %u, "
+             "rank %u here)",
+             first, first + heads - 1, slice, range->slices, first / layout->rank_heads);
+}
+
 static pd_land_result on_bad(pd_lander *lander, pd_landing *landing, const pd_check *range,
                              const pd_checked *checked)
 {
     uint32_t group = checked->bad_group, block = checked->bad_block;
+    char what[96] = "a seal does not match its bytes";
 
     pd_assert(group >= range->group_first && group - range->group_first < range->groups);
     pd_assert(block >= range->first && block - range->first < range->count);
+    if (range->slices > 1)
+        say_slice(lander, range, checked->bad_slice, what, sizeof what);
     uint64_t bit = bit_of(landing, group, block);
     if (landing->asked_bad || landing->closed || is_set(landing->again, bit)) {
         pd_log_req_warn(landing->id,
-                        "msg=\"a block's seal does not match\" group=%u block=%u sender=%s "
+                        "msg=\"a block's seal does not match: %s\" group=%u block=%u sender=%s "
                         "receiver=%s",
-                        group, block, landing->sender_name, lander->options->name);
+                        what, group, block, landing->sender_name, lander->options->name);
         return PD_LAND_BROKEN;
     }
     mark_before(landing, range, group, block);
     landing->asked_bad = true;
     landing->came_count -= clear(landing->came, bit);
     landing->good_count -= clear(landing->good, bit);
-    say_refetch(lander, landing, group, block, 1, "a seal does not match its bytes");
+    say_refetch(lander, landing, group, block, 1, what);
     return check_rest(lander, landing, range, group, block) == PD_OK ? PD_LAND_PART
                                                                      : PD_LAND_BROKEN;
 }

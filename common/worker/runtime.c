@@ -58,6 +58,7 @@ typedef struct worker {
     uint64_t drain_until_ns; /* 0: not draining */
     bool cancelled;
     bool leaving; /* BYE is said */
+    bool ranks_watched;
     int exit_status;
     pd_ship_stats shipping_logged;
     uint64_t shipping_log_ns; /* when it is due again */
@@ -112,24 +113,44 @@ static void act_run(void *ctx, pd_step *step)
     pd_assert(status == PD_OK); /* one step of the core and one warm-up at most */
 }
 
+/* The layout of a peer's pool, by its address. */
+static pd_status layout_of(const worker *w, const pd_worker_address *address,
+                           pd_kv_layout *layout_out)
+{
+    const pd_kv_layout *ours = &w->setup.layout;
+
+    if (address->layout_fingerprint != w->layout_fingerprint) {
+        pd_log_error("msg=\"a peer has another KV layout\" ours=%016llx theirs=%016llx",
+                     (unsigned long long)w->layout_fingerprint,
+                     (unsigned long long)address->layout_fingerprint);
+        return PD_E_MISMATCH;
+    }
+    if (ours->kv_heads % address->ranks == 0) {
+        *layout_out = pd_kv_layout_of_peer(ours, address->blocks, address->ranks);
+        if (pd_ship_slices(ours, layout_out) != 0)
+            return PD_OK;
+    }
+    pd_log_error("msg=\"a peer's tensor-parallel split cannot be: KV heads are not cut\" "
+                 "kv_heads=%u our_ranks=%u their_ranks=%u",
+                 ours->kv_heads, ours->ranks, address->ranks);
+    return PD_E_MISMATCH;
+}
+
 static pd_status act_connect(void *ctx, const void *address, size_t bytes, uint64_t tag,
                              pd_peer *peer_out)
 {
     worker *w = ctx;
     pd_worker_address parsed;
+    pd_kv_layout layout;
     pd_status status = pd_worker_address_unpack(address, bytes, &parsed);
 
-    if (status == PD_OK && parsed.layout_fingerprint != w->layout_fingerprint) {
-        pd_log_error("msg=\"a peer has another KV layout\" ours=%016llx theirs=%016llx",
-                     (unsigned long long)w->layout_fingerprint,
-                     (unsigned long long)parsed.layout_fingerprint);
-        return PD_E_MISMATCH;
-    }
+    if (status == PD_OK)
+        status = layout_of(w, &parsed, &layout);
     if (status == PD_OK)
         status = pd_transfer_connect(w->setup.transfer, parsed.transfer, parsed.transfer_len, tag,
                                      peer_out);
     if (status == PD_OK)
-        pd_ship_open(w->setup.shipper, *peer_out, parsed.blocks, tag);
+        pd_ship_open(w->setup.shipper, *peer_out, &layout, tag);
     return status;
 }
 
@@ -622,6 +643,7 @@ static void pack_address(worker *w)
 {
     pd_worker_address address = {
         .blocks = w->setup.layout.blocks,
+        .ranks = w->setup.layout.ranks,
         .layout_fingerprint = w->layout_fingerprint,
     };
 
@@ -650,6 +672,28 @@ static pd_status start_warm_up(worker *w)
     return w->setup.options->engine->run(w->setup.engine, &w->warm_step, NULL, NULL);
 }
 
+/* One of this worker's other ranks has ended: nothing can be computed any more. */
+static void on_rank_ended(void *ctx, uint32_t epoll_events)
+{
+    worker *w = ctx;
+
+    (void)epoll_events;
+    if (pd_ranks_ended(w->setup.ranks))
+        stop(w, 1);
+}
+
+static pd_status watch_ranks(worker *w)
+{
+    pd_ranks *ranks = w->setup.ranks;
+    pd_status status = PD_OK;
+
+    for (uint32_t rank = 1; ranks != NULL && status == PD_OK && rank < pd_ranks_count(ranks);
+         rank++)
+        status = pd_loop_add_fd(w->loop, pd_ranks_pidfd(ranks, rank), EPOLLIN, on_rank_ended, w);
+    w->ranks_watched = status == PD_OK && ranks != NULL;
+    return status;
+}
+
 static pd_status prepare(worker *w)
 {
     /* Signals are blocked before any thread starts, so that the loop alone sees them. */
@@ -660,6 +704,9 @@ static pd_status prepare(worker *w)
         status = pd_loop_add_signal(w->loop, SIGINT, on_terminate, w);
     if (status == PD_OK)
         status = pd_worker_setup_open(&w->setup);
+    if (status != PD_OK)
+        return status;
+    status = watch_ranks(w);
     if (status != PD_OK)
         return status;
     w->layout_fingerprint = pd_kv_layout_fingerprint(&w->setup.layout);
@@ -715,6 +762,8 @@ static void dismantle(worker *w)
     pd_verifier_destroy(w->verifier); /* it reads the pool, which goes with the setup */
     if (w->groups != NULL)
         pd_loop_remove_fd(w->loop, pd_queue_fd(w->groups));
+    for (uint32_t rank = 1; w->ranks_watched && rank < pd_ranks_count(w->setup.ranks); rank++)
+        pd_loop_remove_fd(w->loop, pd_ranks_pidfd(w->setup.ranks, rank));
     pd_peer_watch_destroy(w->peers);
     /* The engine's thread reads the core's plan: it ends first. */
     const pd_role_ops *ops = w->ops;

@@ -114,6 +114,7 @@ static pd_status make_layout(pd_worker_setup *setup)
         .block_tokens = setup->deployment.kv.block_tokens,
         .group_layers = setup->deployment.kv.group_layers,
         .memory_bytes = setup->deployment.kv.memory_bytes,
+        .ranks = setup->pool->tensor_parallel,
     };
     pd_status status = pd_kv_layout_make(shape, &options, &setup->layout);
 
@@ -125,7 +126,7 @@ static pd_status make_layout(pd_worker_setup *setup)
     return status;
 }
 
-/* This host's CPUs, shared out among its workers. */
+/* This host's CPUs, shared out among its workers and their ranks. */
 static uint32_t threads_of(const pd_worker_setup *setup)
 {
     cpu_set_t cpus;
@@ -133,8 +134,7 @@ static uint32_t threads_of(const pd_worker_setup *setup)
     if (setup->pool->threads != 0)
         return setup->pool->threads;
     int usable = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
-    uint32_t each =
-        (uint32_t)usable / (setup->deployment.workers > 0 ? setup->deployment.workers : 1);
+    uint32_t each = (uint32_t)usable / pd_deployment_processes(&setup->deployment);
     return each > 0 ? each : 1;
 }
 
@@ -144,13 +144,11 @@ static pd_status open_transfer(pd_worker_setup *setup)
     pd_status status = setup->options->engine->pool(
         setup->engine, pd_transfer_pool_room(setup->layout.pool_bytes), &pool);
 
-    if (status != PD_OK) {
-        pd_log_error("msg=\"no memory for the KV pool on the engine's device\" status=%s "
-                     "pool_bytes=%llu",
-                     pd_status_name(status), (unsigned long long)setup->layout.pool_bytes);
+    if (status != PD_OK)
         return status;
-    }
     setup->pool_kind = pool.kind;
+    if (setup->ranks != NULL)
+        pool.memory = pd_ranks_pool(setup->ranks);
     pd_transfer_options options = {
         .backend = setup->deployment.transfer.backend,
         .transport = setup->deployment.transfer.transport,
@@ -164,38 +162,108 @@ static pd_status open_transfer(pd_worker_setup *setup)
     status = pd_transfer_create(&options, &setup->transfer);
 
     if (status != PD_OK) {
-        pd_log_error("msg=\"the transfer cannot start\" status=%s backend=%s transport=%s "
-                     "pool_bytes=%llu",
-                     pd_status_name(status), options.backend, options.transport,
-                     (unsigned long long)options.pool_bytes);
+        if (status == PD_E_NOMEM)
+            pd_log_error("msg=\"no memory for the transfer\" pool_bytes=%llu",
+                         (unsigned long long)options.pool_bytes);
         return status;
     }
     catch_bus_errors(setup); /* a carrier may have taken the signal */
     return PD_OK;
 }
 
-static pd_status create_engine(pd_worker_setup *setup)
+static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
 {
     const pd_deployment_pool *pool = setup->pool;
-    pd_worker_engine_options options = {
+
+    return (pd_worker_engine_options){
         .device = pool->device,
         .threads = threads_of(setup),
         .context_max = setup->context,
         .rows_max = pool->chunk_tokens > pool->max_batch ? pool->chunk_tokens : pool->max_batch,
         .slices_max = pool->max_batch,
+        .ranks = pool->tensor_parallel,
     };
-    pd_status status = setup->options->engine->create(setup->model, &options, &setup->engine);
+}
 
-    if (status != PD_OK)
-        pd_log_error("msg=\"the engine cannot start\" status=%s device=%s", pd_status_name(status),
-                     options.device);
+/* ---- ranks ---- */
+
+/* What the ranks share; shared_bytes is 0 where there cannot be any (logged). */
+static pd_ranks_memory ranks_memory(const pd_worker_setup *setup)
+{
+    pd_worker_engine_options options = engine_options(setup);
+    bool seals = setup->deployment.transfer.seals;
+    pd_hash128 model = pd_model_file_fingerprint(setup->model);
+    const uint64_t agreed[] = {model.lo,
+                               model.hi,
+                               pd_kv_layout_fingerprint(&setup->layout),
+                               setup->layout.blocks,
+                               options.context_max,
+                               options.rows_max,
+                               options.slices_max,
+                               seals};
+
+    return (pd_ranks_memory){
+        .ranks = options.ranks,
+        .shared_bytes =
+            setup->options->engine->shared_bytes(setup->model, &options, &setup->layout, seals),
+        .pool_bytes = pd_transfer_pool_room(setup->layout.pool_bytes),
+        .agreement = pd_hash64(agreed, sizeof agreed, 0),
+    };
+}
+
+static pd_status start_ranks(pd_worker_setup *setup)
+{
+    enum { FIXED = 7 };
+    const pd_worker_options *o = setup->options;
+    const char *arguments[FIXED + 2 * PD_DEPLOYMENT_SETS_MAX] = {
+        o->self, "-f", o->file, "--name", o->name, "--role", pd_role_name(o->role->role)};
+    size_t count = FIXED;
+
+    if (setup->pool->tensor_parallel == 1)
+        return PD_OK;
+    pd_ranks_memory memory = ranks_memory(setup);
+    if (memory.shared_bytes == 0)
+        return PD_E_UNSUPPORTED;
+    for (size_t i = 0; i < o->sets_count; i++) {
+        arguments[count++] = "--set";
+        arguments[count++] = o->sets[i];
+    }
+    pd_status status = pd_ranks_create(&memory, arguments, count, &setup->ranks);
+    if (status == PD_OK)
+        setup->place = pd_ranks_place(setup->ranks);
     return status;
 }
 
-static pd_status bind_engine(pd_worker_setup *setup)
+static pd_status await_ranks(pd_worker_setup *setup)
 {
-    pd_status status = setup->options->engine->bind(setup->engine, &setup->layout,
-                                                    pd_transfer_pool(setup->transfer),
+    if (setup->ranks == NULL)
+        return PD_OK;
+    pd_status status = pd_ranks_wait(setup->ranks);
+    for (uint32_t rank = 1; status == PD_OK && rank < pd_ranks_count(setup->ranks); rank++)
+        pd_log_info("msg=\"rank ready\" rank=%u pid=%lld", rank,
+                    (long long)pd_ranks_pid(setup->ranks, rank));
+    return status;
+}
+
+/* ---- the engine ---- */
+
+static pd_status create_engine(pd_worker_setup *setup)
+{
+    pd_worker_engine_options options = engine_options(setup);
+
+    if (options.ranks > 1)
+        options.place = &setup->place;
+    pd_status status = setup->options->engine->create(setup->model, &options, &setup->engine);
+
+    /* any other cause was told where it was seen, and is the last line that tells why we end */
+    if (status == PD_E_NOMEM)
+        pd_log_error("msg=\"no memory for the engine\" device=%s", options.device);
+    return status;
+}
+
+static pd_status bind_engine(pd_worker_setup *setup, void *pool)
+{
+    pd_status status = setup->options->engine->bind(setup->engine, &setup->layout, pool,
                                                     setup->deployment.transfer.seals);
 
     if (status == PD_OK && setup->deployment.transfer.seals)
@@ -254,19 +322,56 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
     if (status == PD_OK)
         status = make_layout(setup);
     if (status == PD_OK)
+        status = start_ranks(setup); /* they load while this one does */
+    if (status == PD_OK)
         status = create_engine(setup);
     if (status == PD_OK)
         status = open_transfer(setup);
     if (status == PD_OK)
-        status = bind_engine(setup);
+        status = bind_engine(setup, pd_transfer_pool(setup->transfer));
+    if (status == PD_OK)
+        status = await_ranks(setup);
     if (status == PD_OK)
         status = create_shipper(setup);
     if (status != PD_OK)
         return status;
-    pd_log_info("msg=\"loaded\" model=%s backend=\"%s\" threads=%u context=%u blocks=%u "
-                "pool_bytes=%llu engine_bytes=%llu",
-                setup->deployment.model.name, engine->backend(setup->engine), threads_of(setup),
-                setup->context, setup->layout.blocks, (unsigned long long)setup->layout.pool_bytes,
+    pd_log_info("msg=\"loaded\" model=%s backend=\"%s\" ranks=%u threads=%u context=%u blocks=%u "
+                "pool_bytes=%llu shared_bytes=%llu engine_bytes=%llu",
+                setup->deployment.model.name, engine->backend(setup->engine), setup->layout.ranks,
+                threads_of(setup), setup->context, setup->layout.blocks,
+                (unsigned long long)setup->layout.pool_bytes,
+                (unsigned long long)setup->place.shared_bytes,
+                (unsigned long long)engine->bytes(setup->engine));
+    return PD_OK;
+}
+
+pd_status pd_worker_setup_open_rank(pd_worker_setup *setup, const pd_rank_start *start)
+{
+    const pd_worker_engine_ops *engine = setup->options->engine;
+    void *pool = NULL;
+    pd_status status = open_model(setup);
+
+    if (status == PD_OK)
+        status = make_layout(setup);
+    if (status == PD_OK && start->ranks != setup->layout.ranks) {
+        pd_log_error("msg=\"the deployment has another number of ranks\" ranks=%u given=%u",
+                     setup->layout.ranks, start->ranks);
+        status = PD_E_MISMATCH;
+    }
+    if (status != PD_OK)
+        return status;
+    pd_ranks_memory memory = ranks_memory(setup);
+    status = memory.shared_bytes == 0 ? PD_E_UNSUPPORTED
+                                      : pd_rank_attach(start, &memory, &setup->place, &pool);
+    if (status == PD_OK)
+        status = create_engine(setup);
+    if (status == PD_OK)
+        status = bind_engine(setup, pool);
+    if (status != PD_OK)
+        return status;
+    pd_log_info("msg=\"loaded\" rank=%u of=%u threads=%u pool_bytes=%llu engine_bytes=%llu",
+                start->rank, start->ranks, threads_of(setup),
+                (unsigned long long)setup->layout.rank_bytes,
                 (unsigned long long)engine->bytes(setup->engine));
     return PD_OK;
 }
@@ -282,6 +387,7 @@ void pd_worker_setup_close(pd_worker_setup *setup)
         pd_transfer_destroy(setup->transfer);
     if (setup->engine != NULL)
         setup->options->engine->destroy(setup->engine);
+    pd_ranks_destroy(setup->ranks);
     if (setup->model != NULL)
         pd_model_file_close(setup->model);
     if (setup->deployed)

@@ -17,6 +17,7 @@ typedef struct pd_worker_options {
     const char *const *sets;
     size_t sets_count;
     const char *name; /* "prefill-0" */
+    const char *self; /* the program's own name, for its ranks */
     const pd_role_ops *role;
     const pd_worker_engine_ops *engine;
 } pd_worker_options;
@@ -31,6 +32,8 @@ typedef struct pd_worker_setup {
     pd_model_file *model;
     pd_kv_layout layout;
     pd_transfer *transfer;
+    pd_ranks *ranks; /* NULL: there is one */
+    pd_rank_place place;
     pd_worker_engine *engine;
     pd_memory_kind pool_kind;
     pd_sealer sealer; /* all NULL: seals are off */
@@ -45,4 +48,6 @@ typedef struct pd_worker_setup {
 PD_CHECKED pd_status pd_worker_setup_read(const pd_worker_options *options, pd_worker_setup *setup);
 /* Opens the rest. Errors are logged. */
 PD_CHECKED pd_status pd_worker_setup_open(pd_worker_setup *setup);
+/* The same for a rank above 0: what it computes with, and nothing else. */
+PD_CHECKED pd_status pd_worker_setup_open_rank(pd_worker_setup *setup, const pd_rank_start *start);
 void pd_worker_setup_close(pd_worker_setup *setup); /* whatever is open */

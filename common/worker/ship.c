@@ -53,20 +53,17 @@ typedef struct notify {
     pd_status status; /* once it will not be posted */
 } notify;
 
-/* Blocks [block, block + blocks) of each of groups groups; relative to the shipment's. */
 typedef struct part {
     shipment *of; /* NULL: none */
-    uint32_t group, groups, block, blocks;
-    uint32_t put_group, put_block; /* where posting goes on; relative to the part */
-    uint32_t slot, puts;
+    pd_ship_puts put;
+    uint32_t slot;
     uint64_t bytes, post_ns;
-    pd_ship_fault fault; /* what goes wrong on purpose, and with which block of the part */
-    uint32_t fault_group, fault_block;
 } part;
 
 typedef struct peer_queue {
     bool open;
-    uint32_t blocks;
+    pd_kv_layout layout; /* its pool's */
+    uint32_t slices;     /* that the KV heads are cut into between its pool and ours */
     uint64_t tag;
     flow *head, *tail; /* the head's turn is next */
     notify *notifies, *notifies_tail;
@@ -275,12 +272,14 @@ static void notify_end_first(pd_shipper *shipper, peer_queue *peer, pd_status st
     shipper->failed_tail = n;
 }
 
-void pd_ship_open(pd_shipper *shipper, pd_peer peer, uint32_t blocks, uint64_t tag)
+void pd_ship_open(pd_shipper *shipper, pd_peer peer, const pd_kv_layout *layout, uint64_t tag)
 {
     pd_assert(peer < shipper->options.peers_max);
     peer_queue *queue = &shipper->peers[peer];
+    uint32_t slices = pd_ship_slices(shipper->options.layout, layout);
     pd_assert(!queue->open && queue->head == NULL && queue->current.of == NULL);
-    *queue = (peer_queue){.open = true, .blocks = blocks, .tag = tag};
+    pd_assert(slices > 0);
+    *queue = (peer_queue){.open = true, .layout = *layout, .slices = slices, .tag = tag};
 }
 
 /* Puts without a notice: no event will come for them. */
@@ -288,7 +287,7 @@ static void current_end(pd_shipper *shipper, peer_queue *peer, pd_status status)
 {
     shipment *s = peer->current.of;
 
-    shipper->ops_out -= peer->current.puts;
+    shipper->ops_out -= peer->current.put.puts;
     peer->in_flight_bytes -= peer->current.bytes;
     peer->current.of = NULL;
     shipper->work--;
@@ -317,7 +316,7 @@ void pd_ship_close(pd_shipper *shipper, pd_peer peer)
 static bool targets_fit(const peer_queue *peer, const pd_shipment *what)
 {
     for (uint32_t i = 0; i < what->count; i++) {
-        if (what->targets[i] >= peer->blocks)
+        if (what->targets[i] >= peer->layout.blocks)
             return false;
     }
     return true;
@@ -367,7 +366,7 @@ pd_status pd_ship_post(pd_shipper *shipper, const pd_shipment *what)
     if (!targets_fit(peer, what)) {
         pd_log_error("msg=\"a shipment to blocks that its receiver does not have\" ticket=%llu "
                      "count=%u peer_blocks=%u",
-                     (unsigned long long)what->ticket, what->count, peer->blocks);
+                     (unsigned long long)what->ticket, what->count, peer->layout.blocks);
         return PD_E_INVALID;
     }
     if (shipper->shipments == shipper->options.shipments_max ||
@@ -487,7 +486,8 @@ static uint32_t blocks_of_quantum(const pd_shipper *shipper, const peer_queue *p
 
     if (blocks == 0)
         return 1;
-    return blocks < PD_NOTICE_SEALS_MAX ? (uint32_t)blocks : PD_NOTICE_SEALS_MAX;
+    uint64_t most = PD_NOTICE_SEALS_MAX / peer->slices;
+    return (uint32_t)(blocks < most ? blocks : most);
 }
 
 /* The next part of a shipment: some blocks of one group, or all blocks of several. */
@@ -504,113 +504,40 @@ static part part_next(const pd_shipper *shipper, const peer_queue *peer, shipmen
     }
     part p = {
         .of = s,
-        .group = s->group,
-        .groups = groups,
-        .block = s->block,
-        .blocks = left < most ? left : most,
+        .put = {.what = &s->what,
+                .group = s->group,
+                .groups = groups,
+                .block = s->block,
+                .blocks = left < most ? left : most},
         .slot = NO_SLOT,
     };
     for (uint32_t g = 0; g < groups; g++)
-        p.bytes += p.blocks * pd_kv_layout_block_bytes(layout, s->what.group_first + p.group + g);
+        p.bytes +=
+            p.put.blocks * pd_kv_layout_block_bytes(layout, s->what.group_first + p.put.group + g);
     return p;
-}
-
-static uint32_t run_length(const shipment *s, uint32_t from, uint32_t end)
-{
-    const pd_block *sources = s->what.sources, *targets = s->what.targets;
-    uint32_t count = 1;
-
-    while (from + count < end && sources[from + count] == sources[from] + count &&
-           targets[from + count] == targets[from] + count)
-        count++;
-    return count;
 }
 
 /* ---- faults on purpose ---- */
 
-static void part_choose_fault(pd_shipper *shipper, part *p)
+static void part_choose_fault(pd_shipper *shipper, const peer_queue *peer, part *p)
 {
     pd_ship_faults *faults = &shipper->options.faults;
     const pd_shipment *what = &p->of->what;
+    pd_ship_puts *put = &p->put;
 
-    p->fault = pd_ship_faults_next(faults);
-    if (p->fault == PD_SHIP_FAULT_NONE)
+    put->fault = pd_ship_faults_next(faults);
+    if (put->fault == PD_SHIP_FAULT_NONE)
         return;
     uint64_t luck = pd_mix64(faults->parts);
-    p->fault_group = (uint32_t)(luck % p->groups);
-    p->fault_block = (uint32_t)((luck >> 32) % p->blocks);
-    pd_log_warn("msg=\"fault\" kind=%s router=%016llx request=%llu epoch=%u group=%u block=%u",
-                pd_ship_fault_name(p->fault), (unsigned long long)what->key.router,
+    put->fault_group = (uint32_t)(luck % put->groups);
+    put->fault_block = (uint32_t)((luck >> 32) % put->blocks);
+    put->fault_slice = (uint32_t)(pd_mix64(luck) % peer->slices);
+    pd_log_warn("msg=\"fault\" kind=%s router=%016llx request=%llu epoch=%u group=%u block=%u "
+                "slice=%u",
+                pd_ship_fault_name(put->fault), (unsigned long long)what->key.router,
                 (unsigned long long)what->key.number, what->key.epoch,
-                what->group_first + p->group + p->fault_group,
-                what->first + p->block + p->fault_block);
-}
-
-/* How many of the run's blocks go as usual; 0: its first block is the one that a fault is for. */
-static uint32_t run_before_fault(const part *p, uint32_t count)
-{
-    bool writes = p->fault == PD_SHIP_FAULT_BIT || p->fault == PD_SHIP_FAULT_OTHER ||
-                  p->fault == PD_SHIP_FAULT_MISSING;
-
-    if (!writes || p->put_group != p->fault_group || p->fault_block < p->put_block ||
-        p->fault_block >= p->put_block + count)
-        return count;
-    return p->fault_block - p->put_block;
-}
-
-/* A block of the pool with other bytes than that one, or that one if there is none. */
-static pd_block another_block(const pd_shipper *shipper, uint32_t group, pd_block block)
-{
-    const pd_kv_layout *layout = shipper->options.layout;
-    const unsigned char *pool = pd_transfer_pool(shipper->options.transfer);
-    const unsigned char *own = pool + pd_kv_layout_block_offset(layout, group, block);
-
-    for (uint32_t i = 1; i < layout->blocks; i++) {
-        pd_block other = (block + i) % layout->blocks;
-        const unsigned char *bytes = pool + pd_kv_layout_block_offset(layout, group, other);
-        /* the first token's key is valid whatever the count */
-        if (memcmp(own, bytes, layout->token_bytes) != 0)
-            return other;
-    }
-    return block;
-}
-
-/* Writes over one byte of the target, within the first token, with a byte of this pool that differs
- * in one bit. */
-static pd_status put_flipped(pd_shipper *shipper, pd_peer peer, const part *p, uint64_t source,
-                             uint64_t target, uint64_t bytes)
-{
-    const unsigned char *pool = pd_transfer_pool(shipper->options.transfer);
-    const unsigned char *own = pool + source;
-    uint64_t near = shipper->options.layout->token_bytes;
-
-    for (uint64_t at = 0; at < near; at++) {
-        for (uint64_t i = 0; i < bytes; i++) {
-            unsigned differs = own[at] ^ own[i];
-            if (differs != 0 && (differs & (differs - 1)) == 0)
-                return pd_transfer_put(shipper->options.transfer, peer, p->slot + 1, source + i,
-                                       target + at, 1);
-        }
-    }
-    return PD_OK; /* all bytes alike: nothing to flip with */
-}
-
-static pd_status put_faulty(pd_shipper *shipper, pd_peer peer, const part *p, uint32_t group,
-                            uint64_t source, uint64_t target)
-{
-    uint64_t bytes = pd_kv_layout_block_bytes(shipper->options.layout, group);
-
-    if (p->fault == PD_SHIP_FAULT_MISSING)
-        return PD_OK;
-    if (p->fault == PD_SHIP_FAULT_OTHER)
-        source = pd_kv_layout_block_offset(
-            shipper->options.layout, group,
-            another_block(shipper, group, p->of->what.sources[p->block + p->put_block]));
-    pd_status status =
-        pd_transfer_put(shipper->options.transfer, peer, p->slot + 1, source, target, bytes);
-    if (status == PD_OK && p->fault == PD_SHIP_FAULT_BIT)
-        status = put_flipped(shipper, peer, p, source, target, bytes);
-    return status;
+                what->group_first + put->group + put->fault_group,
+                what->first + put->block + put->fault_block, put->fault_slice);
 }
 
 /* ---- posting ---- */
@@ -618,55 +545,45 @@ static pd_status put_faulty(pd_shipper *shipper, pd_peer peer, const part *p, ui
 /* Posts the part's puts from where it stopped. */
 static pd_status part_put(pd_shipper *shipper, pd_peer peer, part *p)
 {
-    const pd_kv_layout *ours = shipper->options.layout;
-    const shipment *s = p->of;
-    pd_kv_layout theirs = *ours; /* alike but for the number of blocks */
+    const peer_queue *queue = &shipper->peers[peer];
+    pd_ship_pools pools = {.transfer = shipper->options.transfer,
+                           .ours = shipper->options.layout,
+                           .theirs = &queue->layout,
+                           .slices = queue->slices};
+    uint32_t before = p->put.puts;
+    pd_status status = pd_ship_puts_post(&p->put, &pools, peer, p->slot + 1);
 
-    theirs.blocks = shipper->peers[peer].blocks;
-    for (; p->put_group < p->groups; p->put_group++, p->put_block = 0) {
-        uint32_t group = s->what.group_first + p->group + p->put_group;
-        uint64_t block_bytes = pd_kv_layout_block_bytes(ours, group);
-        while (p->put_block < p->blocks) {
-            uint32_t from = p->block + p->put_block;
-            uint32_t count = run_before_fault(p, run_length(s, from, p->block + p->blocks));
-            uint64_t source = pd_kv_layout_block_offset(ours, group, s->what.sources[from]);
-            uint64_t target = pd_kv_layout_block_offset(&theirs, group, s->what.targets[from]);
-            pd_status status = count == 0
-                                   ? put_faulty(shipper, peer, p, group, source, target)
-                                   : pd_transfer_put(shipper->options.transfer, peer, p->slot + 1,
-                                                     source, target, count * block_bytes);
-            if (status != PD_OK)
-                return status;
-            p->puts++;
-            shipper->ops_out++;
-            p->put_block += count == 0 ? 1 : count;
-        }
-    }
-    return PD_OK;
+    shipper->ops_out += p->put.puts - before;
+    return status;
 }
 
-/* The one place where seals of blocks that leave are made. seals: [groups][blocks] of the part. */
-static pd_status part_seal(pd_shipper *shipper, const part *p, uint32_t last_valid, uint64_t *seals)
+/* The one place where seals of blocks that leave are made. seals: [groups][blocks][slices] of the
+ * part. */
+static pd_status part_seal(pd_shipper *shipper, const pd_ship_puts *p, uint32_t slices,
+                           uint32_t last_valid, uint64_t *seals)
 {
     const pd_kv_layout *layout = shipper->options.layout;
     const pd_sealer *sealer = &shipper->options.sealer;
-    const pd_shipment *what = &p->of->what;
+    const pd_request_key *key = &p->what->key;
     uint64_t start_ns = pd_clock_now_ns();
-    uint32_t n = 0;
+    pd_seal_place place = {.request = pd_ship_seal_request(key),
+                           .layout_fingerprint = shipper->layout_fingerprint};
+    uint32_t heads = layout->kv_heads / slices, n = 0;
 
     for (uint32_t g = 0; g < p->groups; g++) {
-        for (uint32_t i = p->block; i < p->block + p->blocks; i++) {
-            pd_seal_place place = {
-                .request = pd_ship_seal_request(&what->key),
-                .epoch = what->key.epoch - (p->fault == PD_SHIP_FAULT_EPOCH &&
-                                            g == p->fault_group && i == p->block + p->fault_block),
-                .group = what->group_first + p->group + g,
-                .block_index = what->first + i,
-                .valid_tokens = i + 1 == p->block + p->blocks ? last_valid : layout->block_tokens,
-                .layout_fingerprint = shipper->layout_fingerprint,
-            };
-            shipper->seal_items[n++] = (pd_seal_item){
-                .block = what->sources[i], .head_to = layout->kv_heads, .place = place};
+        for (uint32_t i = 0; i < p->blocks; i++) {
+            bool wrong =
+                p->fault == PD_SHIP_FAULT_EPOCH && g == p->fault_group && i == p->fault_block;
+            place.group = p->what->group_first + p->group + g;
+            place.block_index = p->what->first + p->block + i;
+            place.valid_tokens = i + 1 == p->blocks ? last_valid : layout->block_tokens;
+            for (uint32_t slice = 0; slice < slices; slice++) {
+                place.epoch = key->epoch - (wrong && slice == p->fault_slice);
+                shipper->seal_items[n++] = (pd_seal_item){.block = p->what->sources[p->block + i],
+                                                          .head_from = slice * heads,
+                                                          .head_to = (slice + 1) * heads,
+                                                          .place = place};
+            }
         }
     }
     pd_status status = sealer->seal(sealer->ctx, shipper->seal_items, n, seals);
@@ -678,30 +595,31 @@ static pd_status part_notice(pd_shipper *shipper, pd_peer peer, part *p)
 {
     uint64_t seals[PD_NOTICE_SEALS_MAX];
     const pd_shipment *what = &p->of->what;
-    bool last = p->block + p->blocks == what->count;
+    uint32_t slices = shipper->peers[peer].slices;
+    bool last = p->put.block + p->put.blocks == what->count;
     pd_notice notice = {
         .kind = PD_NOTICE_BLOCKS,
         .key = what->key,
         .sender = shipper->options.incarnation,
         .receiver = what->receiver,
-        .group = what->group_first + p->group,
-        .groups = p->groups,
+        .group = what->group_first + p->put.group,
+        .groups = p->put.groups,
         .again = what->again,
-        .slices = 1,
-        .first_block = what->first + p->block,
-        .count = p->blocks,
+        .slices = slices,
+        .first_block = what->first + p->put.block,
+        .count = p->put.blocks,
         .valid_tokens = last ? what->valid_tokens : shipper->options.layout->block_tokens,
         .seals = shipper->options.sealer.seal != NULL ? seals : NULL,
     };
 
     if (notice.seals != NULL) {
-        pd_status status = part_seal(shipper, p, notice.valid_tokens, seals);
+        pd_status status = part_seal(shipper, &p->put, slices, notice.valid_tokens, seals);
         if (status != PD_OK)
             return status;
     }
-    if (p->fault == PD_SHIP_FAULT_COUNT)
+    if (p->put.fault == PD_SHIP_FAULT_COUNT)
         notice.valid_tokens = notice.valid_tokens > 1 ? notice.valid_tokens - 1 : 2;
-    if (p->fault == PD_SHIP_FAULT_NOTICE)
+    if (p->put.fault == PD_SHIP_FAULT_NOTICE)
         return pd_transfer_notice(shipper->options.transfer, peer, p->slot + 1, NULL, 0);
     return notice_post(shipper, peer, p->slot + 1, &notice);
 }
@@ -712,10 +630,13 @@ static void part_is_out(pd_shipper *shipper, pd_peer peer, const part *p)
     part_out *out = &shipper->parts[p->slot];
 
     shipper->parts_free = out->next_free;
-    *out = (part_out){
-        .of = p->of, .peer = peer, .ops = p->puts + 1, .bytes = p->bytes, .post_ns = p->post_ns};
+    *out = (part_out){.of = p->of,
+                      .peer = peer,
+                      .ops = p->put.puts + 1,
+                      .bytes = p->bytes,
+                      .post_ns = p->post_ns};
     shipper->ops_out++;
-    shipper->stats.puts += p->puts;
+    shipper->stats.puts += p->put.puts;
     p->of->parts_out++;
 }
 
@@ -754,13 +675,13 @@ static void current_begin(pd_shipper *shipper, peer_queue *peer, const part *p)
 
     peer->current = *p;
     peer->current.slot = shipper->parts_free;
-    part_choose_fault(shipper, &peer->current);
+    part_choose_fault(shipper, peer, &peer->current);
     peer->in_flight_bytes += p->bytes;
     shipper->work++;
-    s->block += p->blocks;
+    s->block += p->put.blocks;
     if (s->block == s->what.count) {
         s->block = 0;
-        s->group += p->groups;
+        s->group += p->put.groups;
     }
     if (s->group == s->what.groups) {
         s->handed_over = true;
@@ -804,7 +725,7 @@ static uint64_t pump_peer(pd_shipper *shipper, pd_peer peer)
         part p = part_next(shipper, queue, queue->head->head, queue->head == queue->tail);
         if ((queue->in_flight_bytes > 0 &&
              queue->in_flight_bytes + p.bytes > credit_of(shipper, queue)) ||
-            shipper->ops_out + p.groups * p.blocks + 1 > OPS_MAX)
+            shipper->ops_out + p.put.groups * p.put.blocks * queue->slices + 1 > OPS_MAX)
             return 0;
         current_begin(shipper, queue, &p);
     }

@@ -6,23 +6,23 @@
  * A shipment waits in a list of its peer's until its turn comes. What is posted to the transfer and
  * has not landed yet is bounded for each peer (its credit), on a slow link to what it carries in
  * 50 ms; tickets take turns, each a quantum: a long prompt cannot hold up short ones by more than
- * that. Blocks that are neighbours in both pools go as one put. A quantum of blocks is a *part*:
- * its puts, its seals, its notice; a shipment that fits one has one notice. All parts together end
- * in one PD_TRANSFER_SENT.
+ * that. Blocks that are neighbours in both pools go as one put, where their tensor-parallel splits
+ * agree; else a block is cut into slices of its heads (common/worker/ship_puts). A quantum of
+ * blocks is a *part*: its puts, its seals (one a slice), its notice; a shipment that fits one has
+ * one notice. All parts together end in one PD_TRANSFER_SENT.
  *
  * Loop thread only, which is also the transfer's producer: nobody else may post to that transfer.
  * The owner calls pd_ship_pump whenever something may be done (each turn of its loop), gives every
  * PD_TRANSFER_SENT to pd_ship_sent, and takes what has ended from pd_ship_poll. */
 
 #include "common/kv/seal.h"
-#include "common/worker/ship_faults.h"
-#include "common/worker/step.h"
+#include "common/worker/ship_puts.h"
 
 typedef struct pd_shipper pd_shipper;
 
 typedef struct pd_shipper_options {
     pd_transfer *transfer;        /* borrowed, as is layout */
-    const pd_kv_layout *layout;   /* the peers' are alike but for the number of blocks */
+    const pd_kv_layout *layout;   /* the peers' are alike but for blocks and ranks */
     uint64_t incarnation;         /* in every notice */
     uint32_t peers_max;           /* the transfer's */
     pd_sealer sealer;             /* of the own pool; seal NULL: notices carry no seals */
@@ -37,9 +37,9 @@ typedef struct pd_shipper_options {
 PD_CHECKED pd_status pd_ship_create(const pd_shipper_options *options, pd_shipper **shipper_out);
 void pd_ship_destroy(pd_shipper *shipper);
 
-/* A link was asked for by pd_transfer_connect: its peer's pool has so many blocks; tag is the one
- * given there. */
-void pd_ship_open(pd_shipper *shipper, pd_peer peer, uint32_t blocks, uint64_t tag);
+/* A link was asked for by pd_transfer_connect: its peer's pool is laid out so
+ * (pd_kv_layout_of_peer; pd_ship_slices of it is not 0: pd_assert); tag is the one given there. */
+void pd_ship_open(pd_shipper *shipper, pd_peer peer, const pd_kv_layout *layout, uint64_t tag);
 /* Right before pd_transfer_close: nothing is posted to that peer any more. What waits ends with
  * PD_E_CANCELLED. */
 void pd_ship_close(pd_shipper *shipper, pd_peer peer);

@@ -64,6 +64,7 @@ typedef struct pd_checked {
     uint64_t ticket;
     bool good;
     uint32_t bad_group, bad_block; /* the first that does not match; block as in the request */
+    uint32_t bad_slice;            /* of its seals, the first that does not */
 } pd_checked;
 
 /* The request's part of a seal's place (common/kv/seal): of all routers, one number. */

@@ -73,6 +73,7 @@ static pd_checked look_at(pd_verifier *v, const pd_check *check)
         .good = status == PD_OK,
         .bad_group = status == PD_OK ? 0 : v->items[bad].place.group,
         .bad_block = status == PD_OK ? 0 : v->items[bad].place.block_index,
+        .bad_slice = bad % check->slices,
     };
 }
 

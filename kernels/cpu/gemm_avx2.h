@@ -99,26 +99,35 @@ V_INLINE void q_half_tile(const kern_matrix *matrix, const pd_dtype dtype, const
     const uint8_t *scales = panel + (size_t)blocks * quant_step + (size_t)half * 16;
     size_t at_first = (size_t)acts_row * blocks;
     __m256i mask = v_mask(rows).a;
-    __m256 totals[4];
+    uint32_t segments = kern_matrix_segments(matrix), depth = 0, segment = 0;
+    uint32_t first = matrix->segment_from * segment_blocks;
+    __m256 waiting[KERN_TREE_DEPTH][4], sums[4];
 
-    uint32_t first = 0;
     do {
-        __m256 sums[4];
 #pragma GCC unroll 4
         for (uint32_t n = 0; n < acts_rows; n++)
             sums[n] = _mm256_setzero_ps();
         for (uint32_t block = first; block < first + segment_blocks; block++)
             q_block(dtype, panel + block * quant_step + (size_t)half * 32,
                     scales + block * scale_step, acts, at_first + block, blocks, acts_rows, sums);
+        for (uint32_t adds = kern_tree_adds(segment, segments, depth); adds > 0; adds--) {
+            depth--;
 #pragma GCC unroll 4
-        for (uint32_t n = 0; n < acts_rows; n++)
-            totals[n] = first == 0 ? sums[n] : _mm256_add_ps(totals[n], sums[n]);
+            for (uint32_t n = 0; n < acts_rows; n++)
+                sums[n] = _mm256_add_ps(waiting[depth][n], sums[n]);
+        }
+        if (segment + 1 < segments) {
+#pragma GCC unroll 4
+            for (uint32_t n = 0; n < acts_rows; n++)
+                waiting[depth][n] = sums[n];
+            depth++;
+        }
         first += segment_blocks;
-    } while (first < blocks);
+    } while (++segment < segments);
 #pragma GCC unroll 4
     for (uint32_t n = 0; n < acts_rows; n++) {
         float *place = out[n] + row;
-        __m256 total = totals[n];
+        __m256 total = sums[n];
         if (add)
             total = _mm256_add_ps(_mm256_maskload_ps(place, mask), total);
         _mm256_maskstore_ps(place, mask, total);

@@ -54,11 +54,11 @@ V_INLINE void q_tile(const kern_matrix *matrix, const pd_dtype dtype, const uint
     uint32_t blocks = matrix->cols / KERN_BLOCK, segment_blocks = blocks / matrix->segments;
     const uint8_t *scales = panel + (size_t)blocks * quant_step;
     size_t at_first = (size_t)acts_row * blocks;
-    __m512 totals[8];
+    uint32_t segments = kern_matrix_segments(matrix), depth = 0, segment = 0;
+    uint32_t first = matrix->segment_from * segment_blocks;
+    __m512 waiting[KERN_TREE_DEPTH][8], sums[8];
 
-    uint32_t first = 0;
     do {
-        __m512 sums[8];
 #pragma GCC unroll 8
         for (uint32_t n = 0; n < acts_rows; n++)
             sums[n] = _mm512_setzero_ps();
@@ -80,15 +80,24 @@ V_INLINE void q_tile(const kern_matrix *matrix, const pd_dtype dtype, const uint
                     sums[n] = _mm512_fmadd_ps(m, _mm512_set1_ps(acts->sums[at]), sums[n]);
             }
         }
+        for (uint32_t adds = kern_tree_adds(segment, segments, depth); adds > 0; adds--) {
+            depth--;
 #pragma GCC unroll 8
-        for (uint32_t n = 0; n < acts_rows; n++)
-            totals[n] = first == 0 ? sums[n] : _mm512_add_ps(totals[n], sums[n]);
+            for (uint32_t n = 0; n < acts_rows; n++)
+                sums[n] = _mm512_add_ps(waiting[depth][n], sums[n]);
+        }
+        if (segment + 1 < segments) {
+#pragma GCC unroll 8
+            for (uint32_t n = 0; n < acts_rows; n++)
+                waiting[depth][n] = sums[n];
+            depth++;
+        }
         first += segment_blocks;
-    } while (first < blocks);
+    } while (++segment < segments);
 #pragma GCC unroll 8
     for (uint32_t n = 0; n < acts_rows; n++) {
         float *place = out[n] + row;
-        __m512 total = totals[n];
+        __m512 total = sums[n];
         if (add)
             total = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, place), total);
         _mm512_mask_storeu_ps(place, mask, total);

@@ -34,11 +34,12 @@ V_INLINE void float_tile(const kern_matrix *matrix, const pd_dtype dtype, uint32
     const uint8_t *weights = (const uint8_t *)matrix->data + row * row_bytes;
     const float *values = acts->values + (size_t)acts_row * acts->cols;
     uint32_t cols = matrix->cols / matrix->segments, whole = cols / 16 * 16;
-    float totals[V_MM_ROWS][V_MM_ACTS] = {0};
+    uint32_t segments = kern_matrix_segments(matrix), segment = 0, depth = 0;
+    float waiting[KERN_TREE_DEPTH][V_MM_ROWS][V_MM_ACTS], totals[V_MM_ROWS][V_MM_ACTS];
 
-    uint32_t segment = 0;
     do {
-        size_t first = (size_t)segment * cols;
+        size_t first = (size_t)(matrix->segment_from + segment) * cols;
+        uint32_t adds = kern_tree_adds(segment, segments, depth);
         v16 sums[V_MM_ROWS][V_MM_ACTS];
         for (uint32_t r = 0; r < rows; r++)
             for (uint32_t n = 0; n < acts_rows; n++)
@@ -65,10 +66,13 @@ V_INLINE void float_tile(const kern_matrix *matrix, const pd_dtype dtype, uint32
                         v_load_some(values + (size_t)n * acts->cols + first + whole, cols - whole),
                         sums[r][n]);
                 float sum = v_tree_sum(sums[r][n]);
-                totals[r][n] = segment == 0 ? sum : totals[r][n] + sum;
+                for (uint32_t i = 1; i <= adds; i++)
+                    sum = waiting[depth - i][r][n] + sum;
+                waiting[depth - adds][r][n] = totals[r][n] = sum;
             }
         }
-    } while (++segment < matrix->segments);
+        depth += 1 - adds;
+    } while (++segment < segments);
     for (uint32_t r = 0; r < rows; r++)
         for (uint32_t n = 0; n < acts_rows; n++)
             out[n][row + r] = add ? out[n][row + r] + totals[r][n] : totals[r][n];

@@ -7,6 +7,7 @@
 #include <ctype.h>
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -37,7 +38,6 @@ struct gpu_graph {
     cudaGraphExec_t exec;
 };
 
-#define SHARED_WITHOUT_ASKING (48 * 1024) /* dynamic shared memory of a block */
 /* The unit that the driver gives memory out in. What is smaller shares a unit, and then a handle
  * of it would be one of its neighbours, too. */
 #define ALLOCATION_UNIT ((uint64_t)2 << 20)
@@ -425,6 +425,44 @@ void *gpu_stream_native(gpu_stream *stream)
     return stream->stream;
 }
 
+/* Dynamic shared memory that a kernel was allowed on a device. More than 48 KiB, static included,
+ * must be asked for before a launch; what is asked for holds for launches of other threads, too, so
+ * it only grows. */
+#define ALLOWED_MAX 1024
+static struct {
+    pthread_mutex_t lock;
+    uint32_t count;
+    struct {
+        const void *kernel;
+        int device;
+        uint64_t bytes;
+    } of[ALLOWED_MAX];
+} allowed = {PTHREAD_MUTEX_INITIALIZER, 0, {}};
+
+static cudaError_t allow_shared(const void *kernel, int device, uint64_t bytes)
+{
+    cudaError_t error = cudaSuccess;
+    uint32_t at = 0;
+
+    pthread_mutex_lock(&allowed.lock);
+    while (at < allowed.count &&
+           (allowed.of[at].kernel != kernel || allowed.of[at].device != device))
+        at++;
+    if (at == allowed.count) {
+        pd_assert(at < ALLOWED_MAX); /* as many kernels as were compiled, on a few devices */
+        allowed.of[at] = {kernel, device, 0};
+        allowed.count++;
+    }
+    if (allowed.of[at].bytes < bytes) {
+        error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+        if (error == cudaSuccess)
+            allowed.of[at].bytes = bytes;
+    }
+    pthread_mutex_unlock(&allowed.lock);
+    return error;
+}
+
 /* What CU_LAUNCH comes to (words_nvcc.h). */
 extern "C" PD_CHECKED pd_status gpu_launch(const char *name, const void *kernel, dim3 grid,
                                            dim3 block, uint64_t shared_bytes, gpu_stream *stream,
@@ -437,9 +475,8 @@ pd_status gpu_launch(const char *name, const void *kernel, dim3 grid, dim3 block
 
     if (is_broken(stream->g))
         return PD_E_INTERNAL;
-    if (shared_bytes > SHARED_WITHOUT_ASKING)
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)shared_bytes);
+    if (shared_bytes > 0)
+        error = allow_shared(kernel, stream->g->device, shared_bytes);
     if (error == cudaSuccess)
         error = cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream->stream);
     if (error == cudaSuccess) {

@@ -3,10 +3,16 @@
  * Seals are pd_seal_compute's (common/kv/seal.h has the formula). Sums modulo 2^64 have no order,
  * so that any number of warps can make a seal and add to it.
  *
- * Bounds: from the bytes, the bytes. A warp takes a tile: two 16-byte loads a lane, the keys stay
- * in registers; about 110 instructions a KiB where the memory of an H200 leaves time for 250. From
- * the tiles' hashes, 8 bytes a KiB: a lane a tile. Gather and scatter move every byte once in and
- * once out, four 16-byte loads a thread under way. */
+ * Ladder of seal_bytes, whose bound is the bytes: one read of K and V, 32 bytes a lane a KiB. An
+ * H200's memory brings a KiB every 250 warp instructions (1.05e12 a second against 4.3 TB/s).
+ *   1  a warp a tile, the next one asked for before one is hashed: 236 instructions a KiB (SASS
+ *      of sm_90), most of them to find the tile and to mix its hash
+ *   2  a warp a half, two tiles at a time, whose sums share their shuffles; places are found
+ *      once a half, and the mixing is done for all its tiles at once, a lane a tile: 110 a KiB
+ *      with 4 tiles a half, 150 with 2. 2 KiB a warp are under way, 48 KiB an SM.
+ *
+ * seal_tiles reads the tables' 8 bytes a KiB, a lane a tile. Gather and scatter move every byte
+ * once in and once out, four 16-byte loads a thread under way. */
 
 #include "kernels/cuda/kv_device.h"
 
@@ -137,19 +143,6 @@ CU_DEVICE uint64_t hash_lane(const lane_words &words, const lane_keys &keys)
     return cu_hash_value(&hash);
 }
 
-/* All lanes: the hash of `even`'s tile in the lower 16 lanes, of `odd`'s in the upper ones. */
-CU_DEVICE uint64_t hash_pair(const lane_words &even, const lane_words &odd, const lane_keys &keys,
-                             uint32_t lane)
-{
-    uint64_t a = hash_lane(even, keys), b = hash_lane(odd, keys);
-    uint64_t sum = lane < 16 ? a : b;
-
-    sum += cu_shuffle_xor(CU_ALL, lane < 16 ? b : a, 16);
-    for (uint32_t bits = 8; bits > 0; bits /= 2)
-        sum += cu_shuffle_xor(CU_ALL, sum, bits);
-    return sum;
-}
-
 /* All lanes: adds what they have of a seal. */
 CU_DEVICE void add_seal(const seal_job &job, uint64_t seal, uint32_t lane)
 {
@@ -180,7 +173,8 @@ CU_KERNEL(SEAL_THREADS, 3) seal_bytes(seal_job job)
                 lane_words even = load_tile(job, half, tile, tokens_of(job, item, tile), lane);
                 lane_words odd =
                     load_tile(job, half, tile + 1, tokens_of(job, item, tile + 1), lane);
-                uint64_t hashes = hash_pair(even, odd, keys, lane);
+                uint64_t hashes =
+                    cu_sum_lanes_two(hash_lane(even, keys), hash_lane(odd, keys), lane);
                 content = lane % 16 == pair ? hashes : content;
             }
             seal += mine < range.tiles ? sealed(half, mine, content) : 0;

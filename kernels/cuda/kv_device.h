@@ -12,7 +12,6 @@
 
 /* A head of 512 dimensions fills a tile of 1 KiB with one token; rows of 16 dimensions are 32
  * bytes, so that every token's row is whole words and whole sectors. */
-#define CU_KV_DIM_MAX  512
 #define CU_KV_DIM_STEP 16
 /* In one tile: 1 KiB of rows of 32 bytes. */
 #define CU_KV_TILE_TOKENS_MAX 32
@@ -27,7 +26,7 @@ static inline cu_tiling cu_tiling_of(const cu_kv *kv)
 {
     pd_seal_tiling t = pd_seal_tiling_of(kv->token_bytes, kv->block_tokens);
 
-    pd_assert(kv->head_dim % CU_KV_DIM_STEP == 0 && kv->head_dim <= CU_KV_DIM_MAX);
+    pd_assert(kv->head_dim % CU_KV_DIM_STEP == 0 && kv->head_dim <= CU_HEAD_DIM_MAX);
     pd_assert(kv->token_bytes == 2 * (uint64_t)kv->head_dim);
     pd_assert((kv->covered == NULL) == (kv->tile_sums == NULL));
     return cu_tiling{t.tokens, t.tiles, t.row_words};
@@ -49,12 +48,24 @@ CU_DEVICE uint64_t cu_kv_block_unit(const cu_kv &kv, uint32_t group, pd_block bl
     return before + (uint64_t)block * kv.kv_heads * cu_kv_layers_of(kv, group);
 }
 
-CU_DEVICE uint64_t cu_kv_unit(const cu_kv &kv, uint32_t layer, pd_block block, uint32_t head)
-{
-    uint32_t group = layer / kv.group_layers;
+/* Division by a number that the launcher knows, as a multiplication: n / by = n * m >> 32 where m
+ * is 2^32 / by rounded up, for n * by < 2^32 (Granlund and Montgomery, "Division by Invariant
+ * Integers using Multiplication", 1994). The hardware has no integer division: nvcc's takes some 20
+ * steps, one after the other. */
+typedef struct cu_divider {
+    uint32_t by;
+    uint64_t m;
+} cu_divider;
 
-    return cu_kv_block_unit(kv, group, block) + head * cu_kv_layers_of(kv, group) +
-           (layer - group * kv.group_layers);
+static inline cu_divider cu_divider_of(uint32_t by)
+{
+    pd_assert(by > 0);
+    return cu_divider{by, ((1ull << 32) + by - 1) / by};
+}
+
+CU_DEVICE uint32_t cu_divide(uint32_t n, const cu_divider &divider)
+{
+    return (uint32_t)(n * divider.m >> 32);
 }
 
 /* pd_mix64 */
@@ -94,4 +105,15 @@ CU_DEVICE uint64_t cu_sum_lanes(uint64_t value)
     for (uint32_t bits = 16; bits > 0; bits /= 2)
         value += cu_shuffle_xor(CU_ALL, value, bits);
     return value;
+}
+
+/* All lanes of a warp: the sum of their a in the lower 16 lanes, of their b in the upper ones. */
+CU_DEVICE uint64_t cu_sum_lanes_two(uint64_t a, uint64_t b, uint32_t lane)
+{
+    uint64_t sum = lane < 16 ? a : b;
+
+    sum += cu_shuffle_xor(CU_ALL, lane < 16 ? b : a, 16);
+    for (uint32_t bits = 8; bits > 0; bits /= 2)
+        sum += cu_shuffle_xor(CU_ALL, sum, bits);
+    return sum;
 }

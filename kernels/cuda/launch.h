@@ -78,8 +78,8 @@ typedef struct cu_kv {
 bool cu_supports(pd_dtype dtype);
 /* Packed bytes of `rows` rows and the columns [col_from, col_to) of a matrix with `cols` columns,
  * and the packing, from the file's rows (host) to host memory. Columns are multiples of 32 for
- * quantised formats. What is packed in pieces, all but the last of a multiple of CU_PACK_ROWS rows,
- * is one behind the other what is packed at once. */
+ * quantised formats, of 16 for f16 and bf16, and so are a leaf's. What is packed in pieces, all but
+ * the last of a multiple of CU_PACK_ROWS rows, is one behind the other what is packed at once. */
 #define CU_PACK_ROWS 16
 uint64_t cu_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols);
 void cu_pack(pd_dtype dtype, uint32_t rows, uint32_t file_cols, uint32_t col_from, uint32_t col_to,
@@ -137,7 +137,9 @@ PD_CHECKED pd_status cu_silu_mul(gpu_stream *stream, uint32_t rows, uint32_t ffn
  * sequence in one block (where that changes nothing, since what is before was not covered, hashes
  * of later tiles may be written: nothing reads a hash that is not covered). Rows of one sequence
  * have the same table, other sequences others; a sequence's rows are neighbours by rising position,
- * and a block that is written belongs to one sequence. head_dim: a multiple of 16, at most 512. */
+ * and a block that is written belongs to one sequence. head_dim: a multiple of 16, at most
+ * CU_HEAD_DIM_MAX. */
+#define CU_HEAD_DIM_MAX 512
 PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
                                uint32_t layer, uint32_t heads, uint32_t rope_dims,
                                const float *rope, float *qkv);

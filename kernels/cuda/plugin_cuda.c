@@ -16,9 +16,7 @@ static pd_status create(const pd_model_file *file, const kern_backend_options *o
     return cu_plugin_create("cuda", file, options, model_out);
 }
 
-/* kv_cuda.so's table: its one symbol. */
-extern const kern_backend kern_backend_plugin;
-__attribute__((visibility("default"))) const kern_backend kern_backend_plugin = {
+const kern_backend kern_backend_plugin = {
     .abi = KERN_BACKEND_ABI,
     .struct_bytes = sizeof(kern_backend),
     .name = "cuda",

@@ -9,11 +9,11 @@
  * is that nothing else waits for it.
  *
  * Ladder of residual_norm
- *   1  a thread a lane of a row, straight from memory: 64 bytes a load, and every column of the
+ *   1  (not built) a thread a lane of a row, from memory: 64 bytes a load, every column of the
  *      chain waits for memory
  *   2  a block a row. All threads add the parts and lay the row into shared memory, 16 bytes a
- *      thread; then one warp runs the 16 chains over it, eight columns loaded ahead so that it
- *      never waits for more than its own fma; then all threads scale, quantise and write from
+ *      thread; then one warp runs the 16 chains over it (in SASS, loads of later columns lie
+ *      between the fma of earlier ones); then all threads scale, quantise and write from
  *      shared memory. Every byte moves once: x in and out, the parts in, the results out. In
  *      prefill several blocks an SM cover one another's chains (a row of 4,096 columns with two
  *      terms moves 72 KiB, which takes an SM 2.2 us of its share of 4.3 TB/s: four chains' time),
@@ -31,7 +31,7 @@
 
 #define BLOCK        32 /* columns that share an activation scale */
 #define MAGIC        12582912.0f
-#define CHAIN_AHEAD  8                  /* columns of a lane that are loaded ahead */
+#define CHAIN_AHEAD  8                  /* columns of a lane that are asked for together */
 #define CHAIN_COLS   (16 * CHAIN_AHEAD) /* of a row, in one turn of the chains' loop */
 #define THREADS_MAX  1024
 #define COLS_THREADS 256 /* of kernels that go by column; 4 columns each */
@@ -466,23 +466,15 @@ CU_DEVICE void gather_row(const norm_job &job, const sum_program &program, uint6
 /* One warp: the sum of squares in the 16-lane order, in every lane. */
 CU_DEVICE float sum_squares(const float *row, uint32_t hidden, uint32_t lane)
 {
-    float sum = 0, ahead[CHAIN_AHEAD];
+    float sum = 0;
 
     row += lane % 16;
-#pragma unroll
-    for (uint32_t k = 0; k < CHAIN_AHEAD; k++)
-        ahead[k] = row[16 * k];
     for (uint32_t col = 0; col < hidden; col += CHAIN_COLS) {
-        uint32_t next = col + CHAIN_COLS < hidden ? col + CHAIN_COLS : col;
-        float now[CHAIN_AHEAD];
 #pragma unroll
         for (uint32_t k = 0; k < CHAIN_AHEAD; k++) {
-            now[k] = ahead[k];
-            ahead[k] = row[next + 16 * k];
+            float x = row[col + 16 * k];
+            sum = fmaf(x, x, sum);
         }
-#pragma unroll
-        for (uint32_t k = 0; k < CHAIN_AHEAD; k++)
-            sum = fmaf(now[k], now[k], sum);
     }
     for (uint32_t half = 8; half > 0; half /= 2) /* halves onto halves; + commutes */
         sum += cu_shuffle_xor(CU_ALL, sum, half);

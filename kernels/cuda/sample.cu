@@ -16,6 +16,7 @@
 
 #define SPREAD_THREADS 256
 #define SPREAD_SPAN    4096 /* logits of one row that a block looks at */
+#define READ_AHEAD     4    /* logits that a thread asks for before it looks at the first */
 #define PICK_THREADS   KERN_SAMPLE_BINS
 #define PICK_KEYS      2048 /* gathered; where a bin holds more, the logits are read again each time */
 #define PICK_DIGITS    256
@@ -31,6 +32,15 @@ CU_DEVICE bool takes_the_largest(const cu_sampling *s)
     return !(s->temperature > 0) || !(s->top_p > 0) || s->top_k == 1;
 }
 
+/* Logits id, id + step, ...; what lies from `to` on is -infinity, which no candidate is. */
+CU_DEVICE void read_ahead(const float *row, uint32_t id, uint32_t step, uint32_t to,
+                          float logits[READ_AHEAD])
+{
+#pragma unroll
+    for (uint32_t i = 0; i < READ_AHEAD; i++)
+        logits[i] = id + i * step < to ? row[id + i * step] : -INFINITY;
+}
+
 CU_KERNEL(SPREAD_THREADS, 4)
 sample_best(uint32_t vocab, const float *logits, sample_row *rows, uint32_t *broken)
 {
@@ -40,11 +50,17 @@ sample_best(uint32_t vocab, const float *logits, sample_row *rows, uint32_t *bro
     uint64_t best = 0;
     bool bad = false;
 
-    for (uint32_t id = from + threadIdx.x; id < to; id += SPREAD_THREADS) {
-        float logit = row[id];
-        uint64_t key = kern_sample_key(logit, id);
-        bad |= (cu_bits(logit) & 0x7f800000) == 0x7f800000;
-        best = key > best ? key : best;
+    for (uint32_t id = from + threadIdx.x; id < to; id += READ_AHEAD * SPREAD_THREADS) {
+        float ahead[READ_AHEAD];
+        read_ahead(row, id, SPREAD_THREADS, to, ahead);
+#pragma unroll
+        for (uint32_t i = 0; i < READ_AHEAD; i++) {
+            if (id + i * SPREAD_THREADS >= to)
+                break;
+            uint64_t key = kern_sample_key(ahead[i], id + i * SPREAD_THREADS);
+            bad |= (cu_bits(ahead[i]) & 0x7f800000) == 0x7f800000;
+            best = key > best ? key : best;
+        }
     }
     for (uint32_t by = 16; by > 0; by /= 2) {
         uint64_t other = cu_shuffle_xor(CU_ALL, best, by);
@@ -75,13 +91,18 @@ sample_weigh(uint32_t vocab, const float *logits, const cu_sampling *sampling, s
         counts[bin] = 0;
     }
     cu_sync();
-    for (uint32_t id = from + threadIdx.x; id < to; id += SPREAD_THREADS) {
-        float x = kern_sample_x(row[id], largest, temperature);
-        uint32_t bin = kern_sample_bin(x);
-        if (bin >= KERN_SAMPLE_BINS)
-            continue;
-        cu_atomic_add(&counts[bin], 1u);
-        cu_atomic_add(&weights[bin], kern_sample_weight(cu_exp(x)));
+    for (uint32_t id = from + threadIdx.x; id < to; id += READ_AHEAD * SPREAD_THREADS) {
+        float ahead[READ_AHEAD];
+        read_ahead(row, id, SPREAD_THREADS, to, ahead);
+#pragma unroll
+        for (uint32_t i = 0; i < READ_AHEAD; i++) {
+            float x = kern_sample_x(ahead[i], largest, temperature);
+            uint32_t bin = kern_sample_bin(x);
+            if (bin >= KERN_SAMPLE_BINS)
+                continue;
+            cu_atomic_add(&counts[bin], 1u);
+            cu_atomic_add(&weights[bin], kern_sample_weight(cu_exp(x)));
+        }
     }
     cu_sync();
     for (uint32_t bin = threadIdx.x; bin < KERN_SAMPLE_BINS; bin += SPREAD_THREADS) {
@@ -184,13 +205,18 @@ CU_DEVICE void gather(pick_space *s, const pick_row *row, uint32_t bin)
     }
     cu_sync();
     uint64_t from = s->from, to = s->to;
-    for (uint32_t id = threadIdx.x; id < row->vocab; id += PICK_THREADS) {
-        uint64_t key = kern_sample_key(row->logits[id], id);
-        if (key < from || key >= to)
-            continue;
-        uint32_t at = cu_atomic_add(&s->gathered, 1u);
-        if (at < PICK_KEYS)
-            s->keys[at] = key;
+    for (uint32_t id = threadIdx.x; id < row->vocab; id += READ_AHEAD * PICK_THREADS) {
+        float ahead[READ_AHEAD];
+        read_ahead(row->logits, id, PICK_THREADS, row->vocab, ahead);
+#pragma unroll
+        for (uint32_t i = 0; i < READ_AHEAD; i++) {
+            uint64_t key = kern_sample_key(ahead[i], id + i * PICK_THREADS);
+            if (key < from || key >= to)
+                continue;
+            uint32_t at = cu_atomic_add(&s->gathered, 1u);
+            if (at < PICK_KEYS)
+                s->keys[at] = key;
+        }
     }
     cu_sync();
 }

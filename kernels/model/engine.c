@@ -4,6 +4,8 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/base/queue.h"
+#include "kernels/model/host.h"
+#include "kernels/model/plan.h"
 #include "kernels/plugins.h"
 
 #include <errno.h>
@@ -18,6 +20,8 @@
 struct kern_engine {
     const kern_backend *backend;
     kern_loaded *model;
+    kern_plan *plan; /* NULL: one rank */
+    uint32_t block_tokens;
     void *pool; /* the backend's, from pool_alloc */
     bool bound;
     pd_queue *waiting, *finished; /* kern_job *; a NULL job ends the thread */
@@ -38,7 +42,10 @@ static void run_job(kern_engine *engine, kern_job *job)
     };
 
     job->started_ns = pd_clock_now_ns();
-    job->status = engine->backend->step(engine->model, &step);
+    job->status =
+        engine->plan == NULL ? PD_OK : kern_plan_tell(engine->plan, &step, engine->block_tokens);
+    if (job->status == PD_OK)
+        job->status = engine->backend->step(engine->model, &step);
     job->finished_ns = pd_clock_now_ns();
 }
 
@@ -59,6 +66,13 @@ static void *engine_main(void *arg)
         }
         pd_queue_wait(engine->waiting, -1);
     }
+}
+
+static kern_plan_options plan_options(const kern_engine_options *options)
+{
+    return (kern_plan_options){.slices_max = options->slices_max,
+                               .rows_max = options->rows_max,
+                               .context_max = options->context_max};
 }
 
 static pd_status load(kern_engine *engine, const pd_model_file *file,
@@ -82,7 +96,35 @@ static pd_status load(kern_engine *engine, const pd_model_file *file,
         .comm = options->comm,
     };
     engine->backend = choice.backend;
-    return engine->backend->create(file, &backend, &engine->model);
+    if (options->comm != NULL) {
+        kern_plan_options plan = plan_options(options);
+        status = kern_plan_create(&plan, options->comm, &engine->plan);
+    }
+    return status == PD_OK ? engine->backend->create(file, &backend, &engine->model) : status;
+}
+
+uint64_t kern_engine_shared_bytes(const pd_model_file *file, const kern_engine_options *options,
+                                  const pd_kv_layout *layout, bool seals)
+{
+    kern_plan_options plan = plan_options(options);
+    kern_backend_options backend = {
+        .context_max = options->context_max,
+        .rows_max = options->rows_max,
+        .slices_max = options->slices_max,
+        .logits_rows_max = options->logits_rows_max,
+        .ranks = options->ranks,
+    };
+    kern_choice choice;
+
+    if (kern_backend_choose(options->device, &choice) != PD_OK)
+        return 0;
+    if (choice.backend != &kern_backend_host) {
+        pd_log_error("msg=\"engine: no tensor parallelism on this device yet\" device=%s",
+                     options->device);
+        return 0;
+    }
+    return kern_comm_own_bytes() + kern_plan_bytes(&plan) +
+           kern_host_shared_bytes(pd_model_file_shape(file), &backend, layout, seals);
 }
 
 static pd_status start(kern_engine *engine)
@@ -145,6 +187,7 @@ void kern_engine_destroy(kern_engine *engine)
         engine->backend->pool_free(engine->model, engine->pool);
     if (engine->backend != NULL)
         engine->backend->destroy(engine->model);
+    kern_plan_destroy(engine->plan);
     pd_free(engine);
 }
 
@@ -173,7 +216,21 @@ pd_status kern_engine_bind(kern_engine *engine, const pd_kv_layout *layout, void
     pd_assert(engine->pool != NULL || !engine->backend->pool_own);
     pd_status status = engine->backend->bind(engine->model, layout, pool, seals);
     engine->bound = status == PD_OK;
+    engine->block_tokens = layout->block_tokens;
     return status;
+}
+
+void kern_engine_serve(kern_engine *engine)
+{
+    kern_backend_step step;
+
+    pd_assert(engine->bound && engine->plan != NULL);
+    while (kern_plan_await(engine->plan, &step)) {
+        /* What a step says of itself, it says to all ranks alike, and rank 0 acts on it. */
+        pd_status status = engine->backend->step(engine->model, &step);
+        if (status != PD_OK)
+            pd_log_debug("msg=\"a step failed\" status=%s", pd_status_name(status));
+    }
 }
 
 /* --- the loop's side --- */

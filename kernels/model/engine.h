@@ -13,12 +13,19 @@
 
 typedef struct kern_engine kern_engine;
 
+/* With ranks: rank 0 submits jobs, and each is told to the others, who serve (kern_engine_serve).
+ * Every rank's engine is created and bound with the same options but for the rank. */
 typedef struct kern_engine_options {
     const char *device; /* as in kernels/plugins.h */
     uint32_t threads, context_max, rows_max, slices_max, logits_rows_max; /* as the backend's */
     uint32_t rank, ranks;
-    struct kern_comm *comm;
+    struct kern_comm *comm; /* NULL: one rank */
 } kern_engine_options;
+
+/* What engines of so many ranks need of their comm's memory, the comm's own included; 0: the device
+ * has no ranks here (logged). layout: of the pool that they will be bound to. */
+uint64_t kern_engine_shared_bytes(const pd_model_file *file, const kern_engine_options *options,
+                                  const pd_kv_layout *layout, bool seals);
 
 typedef struct kern_job {
     kern_job_slice *slices; /* [slices_count] */
@@ -50,6 +57,9 @@ PD_CHECKED pd_status kern_engine_pool_alloc(kern_engine *engine, uint64_t bytes,
 /* Before the first job, seal or check; once. As the backend's bind. */
 PD_CHECKED pd_status kern_engine_bind(kern_engine *engine, const pd_kv_layout *layout, void *pool,
                                       bool seals);
+
+/* Ranks above 0, instead of jobs: takes part in rank 0's steps until there are no more. */
+void kern_engine_serve(kern_engine *engine);
 
 /* PD_E_OVERLOAD when 8 jobs wait already. */
 PD_CHECKED pd_status kern_engine_submit(kern_engine *engine, kern_job *job);

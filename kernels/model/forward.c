@@ -4,6 +4,7 @@
 #include "common/base/mem.h"
 #include "kernels/big_memory.h"
 #include "kernels/file_row.h"
+#include "kernels/model/exchange.h"
 #include "kernels/model/rope.h"
 #include "kernels/model/weights.h"
 #include "kernels/number.h"
@@ -12,6 +13,7 @@
 
 #include <math.h>
 #include <stdatomic.h>
+#include <string.h>
 
 #define CHUNK_ROWS 32 /* weight rows a thread takes at least: a block of the next activations */
 /* Up to so many rows every thread normalises all of them for itself: cheaper than a barrier. */
@@ -41,12 +43,14 @@ struct kern_model {
     const kern_ops *ops;
     kern_team *team;
     kern_weights weights;
+    kern_split split;
+    kern_exchange *exchange; /* NULL: one rank */
     uint32_t context_max, rows_max, logits_rows_max;
     kern_memory memory; /* all below but the tables of pointers */
     float *rope;        /* [context_max][rope_dims / 2][2] */
     float *x;           /* [rows][hidden], the residual stream */
-    float *qkv;         /* [rows][heads q, kv_heads k, kv_heads v][head_dim] */
-    float *up;          /* [rows][ffn] */
+    float *qkv;         /* [rows][heads q, kv_heads k, kv_heads v][head_dim], this rank's */
+    float *up;          /* [rows][ffn], likewise; so are the next but one and two */
     kern_acts norm;     /* [rows][hidden] */
     kern_acts attended; /* [rows and their residuals][heads][head_dim] */
     kern_acts ffn;      /* [rows][ffn], the gate's product */
@@ -63,6 +67,7 @@ struct kern_model {
     bool all_single;                /* every slice is one token */
     uint32_t live_first, live_rows; /* rows that the last layer's output is wanted of */
     atomic_bool broken;             /* a logit is not finite */
+    bool alone;                     /* a rank is gone; written between barriers of the team */
 };
 
 /* --- memory --- */
@@ -93,15 +98,16 @@ static kern_acts carve_acts(carver *c, size_t rows, uint32_t cols)
 static void carve_model(carver *c, kern_model *model)
 {
     const pd_model_shape *shape = model->weights.shape;
-    size_t rows = model->rows_max, heads = shape->heads + 2 * shape->kv_heads;
+    const kern_split *own = &model->split;
+    size_t rows = model->rows_max, heads = own->heads + 2 * own->kv_heads;
 
     model->rope = carve(c, (size_t)model->context_max * shape->rope_dims, sizeof(float));
     model->x = carve(c, rows * shape->hidden, sizeof(float));
     model->qkv = carve(c, rows * heads * shape->head_dim, sizeof(float));
-    model->up = carve(c, rows * shape->ffn, sizeof(float));
+    model->up = carve(c, rows * own->ffn, sizeof(float));
     model->norm = carve_acts(c, rows, shape->hidden);
-    model->attended = carve_acts(c, 2 * rows, shape->heads * shape->head_dim);
-    model->ffn = carve_acts(c, rows, shape->ffn);
+    model->attended = carve_acts(c, 2 * rows, own->heads * shape->head_dim);
+    model->ffn = carve_acts(c, rows, own->ffn);
     model->last = carve_acts(c, model->logits_rows_max, shape->hidden);
     model->row_slice = carve(c, rows, sizeof(uint32_t));
     model->row_position = carve(c, rows, sizeof(uint32_t));
@@ -119,25 +125,25 @@ static void carve_model(carver *c, kern_model *model)
     uint32_t group = shape->heads / shape->kv_heads;
     size_t scratch = model->ops->attention_scratch_bytes(group, shape->head_dim);
     for (uint32_t thread = 0; thread < kern_team_threads(model->team); thread++) {
-        thread_memory *own = &model->threads[thread];
-        own->norm = carve_acts(c, OWN_ROWS_MAX, shape->hidden);
-        own->scratch = carve(c, scratch, 1);
+        thread_memory *memory = &model->threads[thread];
+        memory->norm = carve_acts(c, OWN_ROWS_MAX, shape->hidden);
+        memory->scratch = carve(c, scratch, 1);
     }
 }
 
 static void point_rows(kern_model *model)
 {
     const pd_model_shape *shape = model->weights.shape;
-    size_t q = (size_t)shape->heads * shape->head_dim;
-    size_t kv = (size_t)shape->kv_heads * shape->head_dim;
+    size_t q = (size_t)model->split.heads * shape->head_dim;
+    size_t kv = (size_t)model->split.kv_heads * shape->head_dim, ffn = model->split.ffn;
 
     for (size_t row = 0; row < model->rows_max; row++) {
         model->x_rows[row] = model->x + row * shape->hidden;
         model->q_rows[row] = model->qkv + row * (q + 2 * kv);
         model->k_rows[row] = model->q_rows[row] + q;
         model->v_rows[row] = model->k_rows[row] + kv;
-        model->gate_rows[row] = model->ffn.values + row * shape->ffn;
-        model->up_rows[row] = model->up + row * shape->ffn;
+        model->gate_rows[row] = model->ffn.values + row * ffn;
+        model->up_rows[row] = model->up + row * ffn;
     }
 }
 
@@ -159,6 +165,48 @@ static pd_status allocate(kern_model *model)
     return PD_OK;
 }
 
+static kern_exchange_options exchange_options(const pd_model_shape *shape,
+                                              const kern_options *options, const kern_split *split)
+{
+    return (kern_exchange_options){.hidden = shape->hidden,
+                                   .vocab = shape->vocab,
+                                   .rows_max = options->rows_max,
+                                   .logits_rows_max = options->logits_rows_max,
+                                   .split = *split};
+}
+
+uint64_t kern_model_shared_bytes(const pd_model_shape *shape, const kern_options *options,
+                                 uint32_t ranks)
+{
+    kern_split split;
+    char why[256];
+
+    if (ranks == 1 || !kern_split_of(shape, 0, ranks, &split, why, sizeof why))
+        return 0; /* no such model is made */
+    kern_exchange_options exchange = exchange_options(shape, options, &split);
+    return kern_exchange_bytes(&exchange);
+}
+
+/* This rank's part of the model. */
+static pd_status split_up(kern_model *model, const pd_model_file *file, const kern_options *options)
+{
+    const pd_model_shape *shape = pd_model_file_shape(file);
+    uint32_t rank = options->comm == NULL ? 0 : kern_comm_rank(options->comm);
+    uint32_t ranks = options->comm == NULL ? 1 : kern_comm_ranks(options->comm);
+    char why[256];
+
+    if (!kern_split_of(shape, rank, ranks, &model->split, why, sizeof why)) {
+        pd_log_error(
+            "msg=\"kernels: no tensor parallelism of %u ranks with this model: %s\" path=%s", ranks,
+            why, pd_model_file_path(file));
+        return PD_E_UNSUPPORTED;
+    }
+    if (ranks == 1)
+        return PD_OK;
+    kern_exchange_options exchange = exchange_options(shape, options, &model->split);
+    return kern_exchange_create(&exchange, options->comm, &model->exchange);
+}
+
 pd_status kern_model_create(const pd_model_file *file, const kern_options *options,
                             kern_model **model_out)
 {
@@ -173,7 +221,9 @@ pd_status kern_model_create(const pd_model_file *file, const kern_options *optio
     model->logits_rows_max = options->logits_rows_max;
     status = kern_ops_choose(options->device, &model->ops);
     if (status == PD_OK)
-        status = kern_weights_init(file, model->ops, &model->weights);
+        status = split_up(model, file, options);
+    if (status == PD_OK)
+        status = kern_weights_init(file, model->ops, &model->split, &model->weights);
     if (status == PD_OK)
         status = kern_team_create(options->threads, &model->team);
     if (status == PD_OK)
@@ -192,6 +242,7 @@ void kern_model_destroy(kern_model *model)
         return;
     kern_team_destroy(model->team);
     kern_weights_fini(&model->weights);
+    kern_exchange_destroy(model->exchange);
     kern_memory_unmap(&model->memory);
     pd_free(model->threads);
     pd_free(model);
@@ -205,6 +256,11 @@ const char *kern_model_backend(const kern_model *model)
 uint64_t kern_model_bytes(const kern_model *model)
 {
     return (uint64_t)model->weights.memory.bytes + model->memory.bytes;
+}
+
+float *kern_model_logits(const kern_model *model, uint32_t n)
+{
+    return model->exchange == NULL ? NULL : kern_exchange_logits(model->exchange, n);
 }
 
 /* --- phases of a step; each runs on every thread of the team --- */
@@ -301,12 +357,18 @@ static pd_block block_of(const kern_model *model, uint32_t row)
     return slice->blocks[model->row_position[row] / model->step->layout->block_tokens];
 }
 
+/* The number in the model of a KV head of this rank's. */
+static uint32_t in_model(const kern_model *model, uint32_t kv_head)
+{
+    return model->split.rank * model->split.kv_heads + kv_head;
+}
+
 static void *key_address(const kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
 {
     const pd_kv_layout *layout = model->step->layout;
 
     return (uint8_t *)model->step->pool +
-           pd_kv_layout_k_offset(layout, layer, block_of(model, row), kv_head) +
+           pd_kv_layout_k_offset(layout, layer, block_of(model, row), in_model(model, kv_head)) +
            (model->row_position[row] % layout->block_tokens) * layout->token_bytes;
 }
 
@@ -338,8 +400,8 @@ static void place_run_of_head(kern_model *model, uint32_t layer, const place_run
     for (uint32_t t = 0; t < run->tokens; t++)
         place_head(model, layer, run->row + t, kv_head);
     if (step->tiles != NULL)
-        pd_seal_tiles_wrote(step->tiles, step->pool, layer, block_of(model, run->row), kv_head,
-                            from, from + run->tokens);
+        pd_seal_tiles_wrote(step->tiles, step->pool, layer, block_of(model, run->row),
+                            in_model(model, kv_head), from, from + run->tokens);
 }
 
 static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
@@ -353,13 +415,13 @@ static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
         .pool = model->step->pool,
         .blocks = model->step->slices[group->slice].blocks,
         .layer = layer,
-        .kv_head = kv_head,
+        .kv_head = in_model(model, kv_head),
         .heads = heads,
         .tokens = group->tokens,
         .position = model->row_position[group->row],
         .scale = 1.0f / sqrtf((float)shape->head_dim),
         .query = model->q_rows[group->row] + (size_t)kv_head * cols,
-        .query_stride = (size_t)(shape->heads + 2 * shape->kv_heads) * shape->head_dim,
+        .query_stride = (size_t)(model->split.heads + 2 * model->split.kv_heads) * shape->head_dim,
         .out = acts->values + (size_t)group->row * acts->cols + (size_t)kv_head * cols,
         .out_stride = acts->cols,
         .scratch = model->threads[thread].scratch,
@@ -377,7 +439,7 @@ static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
 /* Where every slice is one token, whoever attends for a head also places its K and V. */
 static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool last)
 {
-    uint32_t kv_heads = model->weights.shape->kv_heads;
+    uint32_t kv_heads = model->split.kv_heads;
     uint32_t items = model->groups_count * kv_heads;
 
     if (!model->all_single) {
@@ -400,14 +462,55 @@ static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool 
     kern_team_barrier(model->team);
 }
 
+/* Waits for the other ranks, with all that this one's threads wrote. False, on every thread: a rank
+ * is gone. */
+static bool meet_ranks(kern_model *model, uint32_t thread)
+{
+    kern_team_barrier(model->team);
+    if (thread == 0)
+        model->alone = !kern_exchange_meet(model->exchange);
+    kern_team_barrier(model->team);
+    return !model->alone;
+}
+
+/* x += matrix times acts, term by term: the sums of what this rank has of the columns go to all,
+ * and every rank adds those of all. False: a rank is gone. */
+static bool exchange_product(kern_model *model, uint32_t thread, kern_exchange_of which,
+                             const kern_matrix *matrix, const kern_term *terms, uint32_t first,
+                             uint32_t rows)
+{
+    uint32_t chunk = chunk_rows(model, matrix->rows);
+    uint32_t pieces = rows * kern_exchange_pieces(model->exchange);
+
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(matrix, chunk);) {
+        uint32_t row = taken * chunk;
+        uint32_t count = matrix->rows - row < chunk ? matrix->rows - row : chunk;
+        kern_exchange_multiply(model->exchange, model->ops, which, matrix, row, count, terms, rows);
+    }
+    if (!meet_ranks(model, thread))
+        return false;
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < pieces;) {
+        uint32_t row = taken % rows;
+        kern_exchange_add(model->exchange, which, terms[1].acts != NULL ? 2 : 1, row, taken / rows,
+                          model->x_rows[first + row]);
+    }
+    kern_team_barrier(model->team);
+    return true;
+}
+
 /* Attention's output goes on as two quantised rows, itself and what rounding left out: it is the
  * matrix where 8 bits cost the most accuracy for its size (a tenth of a layer's products). */
-static void add_attended(kern_model *model, const kern_matrix *matrix, uint32_t first,
-                         uint32_t rows)
+static bool add_attended(kern_model *model, uint32_t thread, const kern_matrix *matrix,
+                         uint32_t first, uint32_t rows)
 {
     uint32_t chunk = chunk_rows(model, matrix->rows);
     bool quantised = pd_dtype_info_of(matrix->dtype)->block_weights > 1;
 
+    if (model->exchange != NULL) {
+        const kern_term terms[2] = {{&model->attended, first},
+                                    {quantised ? &model->attended : NULL, model->rows_max + first}};
+        return exchange_product(model, thread, KERN_EXCHANGE_ATTENDED, matrix, terms, first, rows);
+    }
     for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(matrix, chunk);) {
         multiply_chunk(model, matrix, taken * chunk, chunk, &model->attended, first, rows,
                        model->x_rows + first, true);
@@ -416,23 +519,29 @@ static void add_attended(kern_model *model, const kern_matrix *matrix, uint32_t 
                            model->rows_max + first, rows, model->x_rows + first, true);
     }
     kern_team_barrier(model->team);
+    return true;
 }
 
-static void add_product(kern_model *model, const kern_matrix *matrix, const kern_acts *acts,
-                        uint32_t first, uint32_t rows)
+static bool add_product(kern_model *model, uint32_t thread, const kern_matrix *matrix,
+                        const kern_acts *acts, uint32_t first, uint32_t rows)
 {
     uint32_t chunk = chunk_rows(model, matrix->rows);
 
+    if (model->exchange != NULL) {
+        const kern_term terms[2] = {{acts, first}, {NULL, 0}};
+        return exchange_product(model, thread, KERN_EXCHANGE_DOWN, matrix, terms, first, rows);
+    }
     for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(matrix, chunk);)
         multiply_chunk(model, matrix, taken * chunk, chunk, acts, first, rows,
                        model->x_rows + first, true);
     kern_team_barrier(model->team);
+    return true;
 }
 
-static void feed_forward(kern_model *model, uint32_t thread, const kern_layer_weights *layer,
+static bool feed_forward(kern_model *model, uint32_t thread, const kern_layer_weights *layer,
                          uint32_t first, uint32_t rows)
 {
-    uint32_t ffn = model->weights.shape->ffn, chunk = chunk_rows(model, ffn), acts_first;
+    uint32_t ffn = model->split.ffn, chunk = chunk_rows(model, ffn), acts_first;
     const kern_acts *acts = normalize(model, thread, layer->ffn_norm, first, rows, &acts_first);
 
     for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(&layer->gate, chunk);) {
@@ -447,7 +556,7 @@ static void feed_forward(kern_model *model, uint32_t thread, const kern_layer_we
         }
     }
     kern_team_barrier(model->team);
-    add_product(model, &layer->down, &model->ffn, first, rows);
+    return add_product(model, thread, &layer->down, &model->ffn, first, rows);
 }
 
 static bool all_finite(const float *values, uint32_t count)
@@ -511,11 +620,19 @@ static void run_layers(void *ctx, uint32_t thread)
         uint32_t rows = last ? model->live_rows : model->rows;
         project_qkv(model, thread, layer);
         attend_all(model, thread, index, last);
-        report_group(model, thread, index);
-        if (rows == 0)
+        if (model->exchange == NULL)
+            report_group(model, thread, index);
+        if (rows == 0) {
+            if (model->exchange != NULL && meet_ranks(model, thread))
+                report_group(model, thread, index);
             return;
-        add_attended(model, &layer->output, first, rows);
-        feed_forward(model, thread, layer, first, rows);
+        }
+        if (!add_attended(model, thread, &layer->output, first, rows))
+            return;
+        if (model->exchange != NULL) /* by then every rank has written its heads */
+            report_group(model, thread, index);
+        if (!feed_forward(model, thread, layer, first, rows))
+            return;
     }
     write_logits(model);
 }
@@ -563,8 +680,12 @@ static void add_slice(kern_model *model, const kern_step *step, uint32_t index)
             continue;
         pd_assert(model->logits_count < model->logits_rows_max);
         model->logits_row[model->logits_count] = model->rows;
-        model->logits_rows[model->logits_count++] =
-            slice->logits + (size_t)(i - slice->logits_from) * model->weights.shape->vocab;
+        model->logits_rows[model->logits_count] =
+            model->exchange != NULL
+                ? kern_exchange_logits(model->exchange, model->logits_count) +
+                      (size_t)model->split.rank * model->split.vocab
+                : slice->logits + (size_t)(i - slice->logits_from) * model->weights.shape->vocab;
+        model->logits_count++;
     }
     model->all_single = model->all_single && slice->count == 1;
 }
@@ -576,6 +697,35 @@ static void check_layout(const kern_model *model, const pd_kv_layout *layout)
     pd_assert(layout->dtype == PD_F16 && layout->layers == shape->layers);
     pd_assert(layout->kv_heads == shape->kv_heads && layout->head_dim == shape->head_dim);
     pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
+}
+
+/* Rank 0 gives the logits to who asked for them elsewhere than where all ranks write them. */
+static void hand_out_logits(const kern_model *model, const kern_step *step)
+{
+    size_t vocab = model->weights.shape->vocab;
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < step->slices_count; i++) {
+        const kern_slice *slice = &step->slices[i];
+        for (uint32_t row = slice->logits_from; row < slice->count; row++, n++) {
+            const float *from = kern_exchange_logits(model->exchange, n);
+            float *to = slice->logits + (row - slice->logits_from) * vocab;
+            if (to != from)
+                memcpy(to, from, vocab * sizeof *to);
+        }
+    }
+}
+
+/* The end of a step of several ranks: what one of them found holds for all. */
+static void end_with_ranks(kern_model *model, const kern_step *step)
+{
+    if (atomic_load(&model->broken))
+        kern_exchange_say_broken(model->exchange);
+    model->alone = model->alone || !kern_exchange_meet(model->exchange);
+    if (kern_exchange_is_broken(model->exchange))
+        atomic_store(&model->broken, true);
+    if (model->split.rank == 0 && !model->alone)
+        hand_out_logits(model, step);
 }
 
 pd_status kern_model_step(kern_model *model, const kern_step *step)
@@ -597,9 +747,16 @@ pd_status kern_model_step(kern_model *model, const kern_step *step)
         model->live_rows = model->logits_row[model->logits_count - 1] + 1 - model->live_first;
     }
     atomic_store(&model->broken, false);
+    model->alone = false;
+    if (model->exchange != NULL && model->split.rank == 0)
+        kern_exchange_begin(model->exchange);
     if (model->rows > 0)
         kern_team_run(model->team, run_layers, model);
+    if (model->exchange != NULL)
+        end_with_ranks(model, step);
     model->step = NULL;
+    if (model->alone)
+        return PD_E_INTERNAL;
     if (atomic_load(&model->broken)) {
         pd_log_error("msg=\"kernels: logits are not finite\" rows=%u", model->rows);
         return PD_E_INTERNAL;

@@ -6,9 +6,15 @@
  * One model a stepping thread. The KV pool is memory laid out by common/kv/layout and owned by the
  * caller. A step takes rows (tokens) of several sequences: prefill chunks and decode steps are the
  * same thing with other counts. A row's result is bit for bit the same whatever shares its step,
- * however the prompt was cut into chunks, with any number of threads and any instruction set. */
+ * however the prompt was cut into chunks, with any number of threads and any instruction set, and
+ * at any number of ranks.
+ *
+ * Ranks: each has a model of its own part of the weights and steps with the same slices at the same
+ * time. Layouts are of the whole pool, and heads numbered as in the whole model; a rank writes and
+ * reads its own heads. */
 
 #include "kernels/backend.h"
+#include "kernels/comm.h"
 
 typedef struct kern_model kern_model;
 
@@ -19,6 +25,7 @@ typedef struct kern_options {
     uint32_t context_max; /* positions 0 .. context_max - 1 */
     uint32_t rows_max;    /* tokens a step */
     uint32_t logits_rows_max; /* rows of a step whose logits are wanted */
+    kern_comm *comm;          /* of the ranks; NULL: there is one. Outlives the model */
 } kern_options;
 
 /* Weights are repacked for the backend. file must outlive the model. Errors: PD_E_UNSUPPORTED (a
@@ -29,6 +36,12 @@ PD_CHECKED pd_status kern_model_create(const pd_model_file *file, const kern_opt
 void kern_model_destroy(kern_model *model);
 const char *kern_model_backend(const kern_model *model); /* "cpu-avx512", ... */
 uint64_t kern_model_bytes(const kern_model *model);      /* memory held */
+/* What a model takes of its comm's memory. */
+uint64_t kern_model_shared_bytes(const pd_model_shape *shape, const kern_options *options,
+                                 uint32_t ranks);
+/* With ranks: where the logits of the n-th row that gets some are in any case, and are wanted best;
+ * NULL with one rank. */
+float *kern_model_logits(const kern_model *model, uint32_t n);
 
 typedef struct kern_step {
     const pd_kv_layout *layout;
@@ -41,5 +54,8 @@ typedef struct kern_step {
 } kern_step;
 
 /* Runs the step; the caller's thread computes too. Sum of counts <= rows_max (pd_assert).
- * Errors: PD_E_INVALID (a token id or position out of range), PD_E_INTERNAL (logits not finite). */
+ * Errors: PD_E_INVALID (a token id or position out of range), PD_E_INTERNAL (logits not finite, or
+ * a rank is gone: not logged). Ranks above 0 write no logits of their slices, and have no
+ * group_done.
+ */
 PD_CHECKED pd_status kern_model_step(kern_model *model, const kern_step *step);

@@ -10,13 +10,15 @@
 
 struct kern_loaded {
     kern_model *model;
+    kern_comm *comm; /* NULL: there are no other ranks */
     pd_kv_layout layout;
     void *pool;           /* NULL: not bound yet */
     pd_seal_tiles *tiles; /* NULL: nobody seals */
     uint32_t vocab, slices_max, logits_rows_max;
     /* the stepping thread's */
     kern_slice *slices;   /* [slices_max] */
-    float *logits;        /* [slices_max][vocab], of slices that want a token and no logits */
+    float *logits;        /* [slices_max][vocab], of slices that want a token and no logits; NULL
+                             with ranks: they have room in their comm */
     uint64_t *sort_space; /* [vocab] */
 };
 
@@ -42,30 +44,48 @@ static void host_destroy(kern_loaded *host)
     pd_free(host);
 }
 
-static pd_status host_create(const pd_model_file *file, const kern_backend_options *options,
-                             kern_loaded **model_out)
+static kern_options forward_options(const kern_backend_options *options)
 {
-    kern_loaded *host = pd_calloc(1, sizeof *host);
-    kern_options forward = {
+    return (kern_options){
         .device = options->variant != NULL ? options->variant : "cpu",
         .threads = options->threads,
         .context_max = options->context_max,
         .rows_max = options->rows_max,
         .logits_rows_max = options->slices_max + options->logits_rows_max,
+        .comm = options->comm,
     };
+}
+
+uint64_t kern_host_shared_bytes(const pd_model_shape *shape, const kern_backend_options *options,
+                                const pd_kv_layout *layout, bool seals)
+{
+    kern_options forward = forward_options(options);
+
+    return kern_model_shared_bytes(shape, &forward, options->ranks) +
+           (seals ? kern_comm_round(pd_seal_tiles_room(layout)) : 0);
+}
+
+static pd_status host_create(const pd_model_file *file, const kern_backend_options *options,
+                             kern_loaded **model_out)
+{
+    kern_loaded *host = pd_calloc(1, sizeof *host);
+    kern_options forward = forward_options(options);
 
     if (host == NULL)
         return PD_E_NOMEM;
     pd_assert(options->slices_max > 0 && options->device == 0);
+    host->comm = options->comm;
     host->vocab = pd_model_file_shape(file)->vocab;
     host->slices_max = options->slices_max;
     host->logits_rows_max = options->logits_rows_max;
     pd_status status = kern_model_create(file, &forward, &host->model);
     if (status == PD_OK) {
         host->slices = pd_calloc(host->slices_max, sizeof *host->slices);
-        host->logits = pd_calloc(host->slices_max, (size_t)host->vocab * sizeof *host->logits);
+        if (host->comm == NULL)
+            host->logits = pd_calloc(host->slices_max, (size_t)host->vocab * sizeof *host->logits);
         host->sort_space = pd_calloc(host->vocab, sizeof *host->sort_space);
-        if (host->slices == NULL || host->logits == NULL || host->sort_space == NULL)
+        if (host->slices == NULL || (host->comm == NULL && host->logits == NULL) ||
+            host->sort_space == NULL)
             status = PD_E_NOMEM;
     }
     if (status != PD_OK) {
@@ -83,8 +103,10 @@ static const char *host_describe(const kern_loaded *host)
 
 static uint64_t host_bytes(const kern_loaded *host)
 {
-    return kern_model_bytes(host->model) +
-           (uint64_t)host->slices_max * host->vocab * sizeof(float) +
+    uint64_t logits_bytes =
+        host->logits == NULL ? 0 : (uint64_t)host->slices_max * host->vocab * sizeof(float);
+
+    return kern_model_bytes(host->model) + logits_bytes +
            (host->tiles == NULL ? 0 : pd_seal_tiles_bytes(host->tiles));
 }
 
@@ -97,7 +119,12 @@ static const char *host_broken(const kern_loaded *host)
 static pd_status host_bind(kern_loaded *host, const pd_kv_layout *layout, void *pool, bool seals)
 {
     pd_assert(host->pool == NULL && pool != NULL);
-    pd_status status = seals ? pd_seal_tiles_create(layout, &host->tiles) : PD_OK;
+    pd_status status = PD_OK;
+    if (seals && host->comm != NULL)
+        status = pd_seal_tiles_create_over(
+            layout, kern_comm_take(host->comm, pd_seal_tiles_room(layout)), &host->tiles);
+    else if (seals)
+        status = pd_seal_tiles_create(layout, &host->tiles);
     if (status != PD_OK) {
         pd_log_error("msg=\"no memory for the seals' hashes\" pool_bytes=%llu",
                      (unsigned long long)layout->pool_bytes);
@@ -113,7 +140,7 @@ static pd_status host_bind(kern_loaded *host, const pd_kv_layout *layout, void *
 /* The slices as the forward pass takes them; rows to sample from get room in our logits. */
 static pd_status prepare(kern_loaded *host, const kern_backend_step *step)
 {
-    uint32_t asked = 0;
+    uint32_t asked = 0, logits_rows = 0;
 
     for (uint32_t i = 0; i < step->slices_count; i++) {
         const kern_slice *slice = &step->slices[i].slice;
@@ -128,10 +155,13 @@ static pd_status prepare(kern_loaded *host, const kern_backend_step *step)
     for (uint32_t i = 0; i < step->slices_count; i++) {
         kern_slice *slice = &host->slices[i];
         *slice = step->slices[i].slice;
+        if (i > 0)
+            logits_rows += host->slices[i - 1].count - host->slices[i - 1].logits_from;
         if (!step->slices[i].want_token || slice->logits != NULL)
             continue;
         slice->logits_from = slice->count - 1;
-        slice->logits = host->logits + (size_t)i * host->vocab;
+        slice->logits = host->comm != NULL ? kern_model_logits(host->model, logits_rows)
+                                           : host->logits + (size_t)i * host->vocab;
     }
     return PD_OK;
 }
@@ -152,7 +182,7 @@ static pd_status host_step(kern_loaded *host, const kern_backend_step *step)
     pd_status status = prepare(host, step);
     if (status == PD_OK)
         status = kern_model_step(host->model, &forward);
-    if (status != PD_OK)
+    if (status != PD_OK || (host->comm != NULL && kern_comm_rank(host->comm) > 0))
         return status;
     for (uint32_t i = 0; i < step->slices_count; i++) {
         const kern_slice *slice = &host->slices[i];

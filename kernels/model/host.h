@@ -4,8 +4,13 @@
  * instruction sets they have.
  *
  * Built in. Its pool may be any host memory. With seals, the threads that write K and V also hash
- * them (pd_seal_tiles, beside the pool in this process). */
+ * them (pd_seal_tiles, beside the pool in this process, or in the ranks' shared memory). */
 
 #include "kernels/backend.h"
 
 extern const kern_backend kern_backend_host;
+
+/* What it takes of the memory of a comm of so many ranks, all of its life. layout: of the pool that
+ * it will be bound to. */
+uint64_t kern_host_shared_bytes(const pd_model_shape *shape, const kern_backend_options *options,
+                                const pd_kv_layout *layout, bool seals);

@@ -1,6 +1,7 @@
 #include "kernels/model/runner.h"
 
 #include "common/base/mem.h"
+#include "kernels/comm.h"
 #include "kernels/model/engine.h"
 
 enum { JOBS = 2 };
@@ -15,6 +16,7 @@ typedef struct runner_job {
 
 struct pd_worker_engine {
     kern_engine *engine;
+    kern_comm *comm; /* NULL: one rank */
     uint32_t slices_max;
     kern_job_slice *slices; /* [JOBS][slices_max] */
     runner_job jobs[JOBS];
@@ -25,27 +27,59 @@ static void runner_destroy(pd_worker_engine *engine)
     if (engine == NULL)
         return;
     kern_engine_destroy(engine->engine);
+    kern_comm_destroy(engine->comm);
     pd_free(engine->slices);
     pd_free(engine);
+}
+
+static kern_engine_options engine_options(const pd_worker_engine_options *options)
+{
+    return (kern_engine_options){
+        .device = options->device,
+        .threads = options->threads,
+        .context_max = options->context_max,
+        .rows_max = options->rows_max,
+        .slices_max = options->slices_max,
+        .ranks = options->ranks,
+    };
+}
+
+static uint64_t runner_shared_bytes(const pd_model_file *file,
+                                    const pd_worker_engine_options *options,
+                                    const pd_kv_layout *layout, bool seals)
+{
+    kern_engine_options kernel = engine_options(options);
+
+    return kern_engine_shared_bytes(file, &kernel, layout, seals);
+}
+
+static pd_status make_comm(pd_worker_engine *engine, const pd_rank_place *place)
+{
+    kern_comm_options options = {.rank = place->rank,
+                                 .ranks = place->ranks,
+                                 .memory = place->shared,
+                                 .bytes = place->shared_bytes,
+                                 .pidfds = place->pidfds};
+
+    return kern_comm_create(&options, &engine->comm);
 }
 
 static pd_status runner_create(const pd_model_file *file, const pd_worker_engine_options *options,
                                pd_worker_engine **engine_out)
 {
     pd_worker_engine *engine = pd_calloc(1, sizeof *engine);
-    kern_engine_options kernel = {
-        .device = options->device,
-        .threads = options->threads,
-        .context_max = options->context_max,
-        .rows_max = options->rows_max,
-        .slices_max = options->slices_max,
-    };
+    kern_engine_options kernel = engine_options(options);
 
     if (engine == NULL)
         return PD_E_NOMEM;
     engine->slices_max = options->slices_max;
     engine->slices = pd_calloc((size_t)JOBS * options->slices_max, sizeof *engine->slices);
     pd_status status = engine->slices == NULL ? PD_E_NOMEM : PD_OK;
+    if (status == PD_OK && options->place != NULL) {
+        status = make_comm(engine, options->place);
+        kernel.rank = options->place->rank;
+        kernel.comm = engine->comm;
+    }
     if (status == PD_OK)
         status = kern_engine_create(file, &kernel, &engine->engine);
     if (status != PD_OK) {
@@ -59,6 +93,13 @@ static pd_status runner_create(const pd_model_file *file, const pd_worker_engine
 static void runner_stop(pd_worker_engine *engine)
 {
     kern_engine_stop(engine->engine);
+    if (engine->comm != NULL)
+        kern_comm_end(engine->comm);
+}
+
+static void runner_serve(pd_worker_engine *engine)
+{
+    kern_engine_serve(engine->engine);
 }
 
 static pd_status runner_pool(pd_worker_engine *engine, uint64_t bytes, pd_worker_pool *pool_out)
@@ -175,9 +216,11 @@ static const char *runner_broken(const pd_worker_engine *engine)
 }
 
 const pd_worker_engine_ops kern_runner = {
+    .shared_bytes = runner_shared_bytes,
     .create = runner_create,
     .pool = runner_pool,
     .bind = runner_bind,
+    .serve = runner_serve,
     .stop = runner_stop,
     .destroy = runner_destroy,
     .run = runner_run,

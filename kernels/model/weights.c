@@ -6,11 +6,13 @@
 #include "kernels/number.h"
 
 #include <stdio.h>
+#include <string.h>
 
 /* One pass of build() adds up the arena's bytes, the next fills it. */
 typedef struct builder {
     const pd_model_file *file;
     const kern_ops *ops;
+    const kern_split *split;
     kern_memory *memory; /* NULL in the first pass */
     size_t bytes;
     pd_status status; /* the first failure */
@@ -61,7 +63,67 @@ static void add_norm(builder *b, const char *name, uint32_t count, const float *
     *norm_out = norm;
 }
 
-static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t rows,
+/* The rows and columns of a file's matrix that this rank has. */
+typedef struct part {
+    uint32_t row_first, rows, col_first, cols;
+} part;
+
+static part rows_of(const builder *b, uint32_t cols, uint32_t rows)
+{
+    uint32_t own = rows / b->split->ranks;
+
+    return (part){.row_first = b->split->rank * own, .rows = own, .cols = cols};
+}
+
+static part cols_of(const builder *b, uint32_t cols, uint32_t rows)
+{
+    uint32_t own = cols / b->split->ranks;
+
+    return (part){.rows = rows, .col_first = b->split->rank * own, .cols = own};
+}
+
+static uint64_t bytes_of(pd_dtype dtype, uint32_t cols)
+{
+    const pd_dtype_info *info = pd_dtype_info_of(dtype);
+
+    return (uint64_t)(cols / info->block_weights) * info->block_bytes;
+}
+
+static void copy_columns(const pd_tensor *tensor, const part *own, const uint8_t *rows, void *out)
+{
+    uint64_t file_bytes = bytes_of(tensor->dtype, (uint32_t)tensor->dims[0]);
+    uint64_t bytes = bytes_of(tensor->dtype, own->cols);
+
+    rows += bytes_of(tensor->dtype, own->col_first);
+    for (uint32_t row = 0; row < own->rows; row++)
+        memcpy((uint8_t *)out + row * bytes, rows + row * file_bytes, bytes);
+}
+
+/* Where columns are left out the rows are copied: into the arena, or on the way to the packing. */
+static const void *place_columns(builder *b, const pd_tensor *tensor, const part *own,
+                                 const uint8_t *rows, void *packed)
+{
+    uint64_t bytes = own->rows * bytes_of(tensor->dtype, own->cols);
+
+    if (packed == NULL) {
+        void *copy = take(b, bytes);
+        if (copy != NULL)
+            copy_columns(tensor, own, rows, copy);
+        return copy;
+    }
+    void *copy = pd_malloc(bytes);
+    if (copy == NULL) {
+        b->status = PD_E_NOMEM;
+        return NULL;
+    }
+    copy_columns(tensor, own, rows, copy);
+    b->ops->pack(tensor->dtype, own->rows, own->cols, copy, packed);
+    pd_free(copy);
+    return packed;
+}
+
+/* segments: of the whole matrix's columns. */
+static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t rows, part own,
                        uint32_t segments, kern_matrix *matrix_out)
 {
     const pd_tensor *tensor = b->status == PD_OK ? find(b, name, cols, rows) : NULL;
@@ -70,44 +132,50 @@ static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t row
         return;
     if (!check_format(b, tensor))
         return;
-    *matrix_out = (kern_matrix){.dtype = tensor->dtype,
-                                .rows = rows,
-                                .cols = cols,
-                                .segments = segments,
-                                .data = tensor->data};
-    size_t packed_bytes = b->ops->pack_bytes(tensor->dtype, rows, cols);
-    if (packed_bytes == 0)
-        return;
-    void *packed = take(b, packed_bytes);
-    if (packed != NULL)
-        b->ops->pack(tensor->dtype, rows, cols, tensor->data, packed);
-    matrix_out->data = packed;
-}
-
-/* A row-parallel matrix is summed in as many runs of columns as it could have ranks, so that every
- * split gives the same sum. */
-static uint32_t segments_of(const pd_model_shape *shape, uint32_t cols)
-{
-    return cols % (shape->kv_heads * 32) == 0 ? shape->kv_heads : 1;
+    const uint8_t *first =
+        (const uint8_t *)tensor->data + own.row_first * bytes_of(tensor->dtype, cols);
+    *matrix_out =
+        (kern_matrix){.dtype = tensor->dtype,
+                      .rows = own.rows,
+                      .cols = own.cols,
+                      .segments = own.cols == cols ? segments : segments / b->split->ranks,
+                      .data = first};
+    size_t packed_bytes = b->ops->pack_bytes(tensor->dtype, own.rows, own.cols);
+    void *packed = packed_bytes == 0 ? NULL : take(b, packed_bytes);
+    if (own.cols < cols) {
+        if (packed != NULL || packed_bytes == 0)
+            matrix_out->data = place_columns(b, tensor, &own, first, packed);
+    } else if (packed_bytes > 0) {
+        if (packed != NULL)
+            b->ops->pack(tensor->dtype, own.rows, own.cols, first, packed);
+        matrix_out->data = packed;
+    }
 }
 
 static void add_layer(builder *b, const pd_model_shape *shape, uint32_t index,
                       kern_layer_weights *layer)
 {
     uint32_t q = shape->heads * shape->head_dim, kv = shape->kv_heads * shape->head_dim;
+    uint32_t ffn = shape->ffn;
     char name[64];
 #define NAMED(suffix) (snprintf(name, sizeof name, "blk.%u." suffix ".weight", index), name)
 
     add_norm(b, NAMED("attn_norm"), shape->hidden, &layer->attention_norm);
-    add_matrix(b, NAMED("attn_q"), shape->hidden, q, 1, &layer->query);
-    add_matrix(b, NAMED("attn_k"), shape->hidden, kv, 1, &layer->key);
-    add_matrix(b, NAMED("attn_v"), shape->hidden, kv, 1, &layer->value);
-    add_matrix(b, NAMED("attn_output"), q, shape->hidden, segments_of(shape, q), &layer->output);
+    add_matrix(b, NAMED("attn_q"), shape->hidden, q, rows_of(b, shape->hidden, q), 1,
+               &layer->query);
+    add_matrix(b, NAMED("attn_k"), shape->hidden, kv, rows_of(b, shape->hidden, kv), 1,
+               &layer->key);
+    add_matrix(b, NAMED("attn_v"), shape->hidden, kv, rows_of(b, shape->hidden, kv), 1,
+               &layer->value);
+    add_matrix(b, NAMED("attn_output"), q, shape->hidden, cols_of(b, q, shape->hidden),
+               kern_split_leaves(shape, q), &layer->output);
     add_norm(b, NAMED("ffn_norm"), shape->hidden, &layer->ffn_norm);
-    add_matrix(b, NAMED("ffn_gate"), shape->hidden, shape->ffn, 1, &layer->gate);
-    add_matrix(b, NAMED("ffn_up"), shape->hidden, shape->ffn, 1, &layer->up);
-    add_matrix(b, NAMED("ffn_down"), shape->ffn, shape->hidden, segments_of(shape, shape->ffn),
-               &layer->down);
+    add_matrix(b, NAMED("ffn_gate"), shape->hidden, ffn, rows_of(b, shape->hidden, ffn), 1,
+               &layer->gate);
+    add_matrix(b, NAMED("ffn_up"), shape->hidden, ffn, rows_of(b, shape->hidden, ffn), 1,
+               &layer->up);
+    add_matrix(b, NAMED("ffn_down"), ffn, shape->hidden, cols_of(b, ffn, shape->hidden),
+               kern_split_leaves(shape, ffn), &layer->down);
 #undef NAMED
 }
 
@@ -122,7 +190,8 @@ static void build(builder *b, kern_weights *weights)
     for (uint32_t layer = 0; layer < shape->layers; layer++)
         add_layer(b, shape, layer, &weights->layers[layer]);
     add_norm(b, "output_norm.weight", shape->hidden, &weights->output_norm);
-    add_matrix(b, head, shape->hidden, shape->vocab, 1, &weights->head);
+    add_matrix(b, head, shape->hidden, shape->vocab, rows_of(b, shape->hidden, shape->vocab), 1,
+               &weights->head);
 }
 
 static pd_status check_shape(const pd_model_file *file, const pd_model_shape *shape)
@@ -141,12 +210,12 @@ static pd_status check_shape(const pd_model_file *file, const pd_model_shape *sh
     return PD_E_UNSUPPORTED;
 }
 
-pd_status kern_weights_init(const pd_model_file *file, const kern_ops *ops,
+pd_status kern_weights_init(const pd_model_file *file, const kern_ops *ops, const kern_split *split,
                             kern_weights *weights_out)
 {
     kern_weights weights = {.shape = pd_model_file_shape(file)};
-    builder sizing = {.file = file, .ops = ops};
-    builder filling = {.file = file, .ops = ops, .memory = &weights.memory};
+    builder sizing = {.file = file, .ops = ops, .split = split};
+    builder filling = {.file = file, .ops = ops, .split = split, .memory = &weights.memory};
     pd_status status = check_shape(file, weights.shape);
 
     if (status != PD_OK)

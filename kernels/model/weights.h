@@ -3,10 +3,13 @@
 /* kernels/model/weights.h - a model's matrices as a table of operations wants them.
  *
  * Made once at start and read only afterwards. Packed matrices lie in one arena in the order they
- * are used; a table that packs nothing reads the model file's mapping, which must outlive this.
+ * are used; a table that packs nothing reads the model file's mapping, which must outlive this. A
+ * tensor-parallel rank has its own rows of the matrices whose results are its own (query, key,
+ * value, gate, up, head) and its own columns of those whose results are summed (output, down).
  */
 
 #include "kernels/big_memory.h"
+#include "kernels/model/split.h"
 #include "kernels/ops.h"
 
 typedef struct kern_layer_weights {
@@ -27,5 +30,5 @@ typedef struct kern_weights {
 /* Errors: PD_E_UNSUPPORTED (a format without kernels, a shape they cannot take), PD_E_INVALID (a
  * tensor missing or not of the model's shape), PD_E_NOMEM; logged with the tensor's name. */
 PD_CHECKED pd_status kern_weights_init(const pd_model_file *file, const kern_ops *ops,
-                                       kern_weights *weights_out);
+                                       const kern_split *split, kern_weights *weights_out);
 void kern_weights_fini(kern_weights *weights);

@@ -148,21 +148,35 @@ static float segment_sum(const kern_matrix *matrix, const uint8_t *row, const ke
     return sum;
 }
 
+/* The sums of the product's segments, added as the tree says. */
+static float tree_sum(const kern_matrix *matrix, const uint8_t *row, const kern_acts *acts,
+                      uint32_t acts_row)
+{
+    uint32_t cols = matrix->cols / matrix->segments, count = kern_matrix_segments(matrix);
+    float waiting[KERN_TREE_DEPTH], sum = 0;
+    uint32_t depth = 0;
+
+    for (uint32_t s = 0; s < count; s++) {
+        sum = segment_sum(matrix, row, acts, acts_row, (matrix->segment_from + s) * cols, cols);
+        for (uint32_t adds = kern_tree_adds(s, count, depth); adds > 0; adds--)
+            sum = waiting[--depth] + sum;
+        if (s + 1 < count)
+            waiting[depth++] = sum;
+    }
+    return sum;
+}
+
 static void ref_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t rows,
                        const kern_acts *acts, uint32_t acts_first, uint32_t acts_rows,
                        float *const *out, bool add)
 {
     const pd_dtype_info *info = pd_dtype_info_of(matrix->dtype);
     size_t row_bytes = (size_t)(matrix->cols / info->block_weights) * info->block_bytes;
-    uint32_t segment_cols = matrix->cols / matrix->segments;
 
     for (uint32_t n = 0; n < acts_rows; n++) {
         for (uint32_t r = row_first; r < row_first + rows; r++) {
             const uint8_t *row = (const uint8_t *)matrix->data + r * row_bytes;
-            float total = segment_sum(matrix, row, acts, acts_first + n, 0, segment_cols);
-            for (uint32_t s = 1; s < matrix->segments; s++)
-                total +=
-                    segment_sum(matrix, row, acts, acts_first + n, s * segment_cols, segment_cols);
+            float total = tree_sum(matrix, row, acts, acts_first + n);
             out[n][r] = add ? out[n][r] + total : total;
         }
     }

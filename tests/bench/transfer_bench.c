@@ -195,7 +195,7 @@ static void connect_sender(sender *s, const char *transport, bool sealed, int ac
     if (pd_ship_create(&options, &s->shipper) != PD_OK ||
         pd_transfer_connect(s->transfer, address, bytes, 0, &s->peer) != PD_OK)
         die("connecting");
-    pd_ship_open(s->shipper, s->peer, BLOCKS, 0);
+    pd_ship_open(s->shipper, s->peer, &s->layout, 0);
     while (pd_transfer_poll(s->transfer, &event) != PD_OK)
         usleep(100);
     if (event.kind != PD_TRANSFER_CONNECTED)

@@ -61,7 +61,9 @@ def used_blocks(field):
 
 @pytest.fixture(scope="module")
 def pair():
-    with fl.Field("tcp", prefill=1, decode=1, model={"context": 1024 if FULL else 512}) as one:
+    # room for all that ask at once: a request that waits its turn in the queue for long would say so, and rightly
+    kv = {"memory": "128MiB" if FULL else "40MiB"}
+    with fl.Field("tcp", prefill=1, decode=1, model={"context": 1024 if FULL else 512}, kv=kv) as one:
         yield one
 
 

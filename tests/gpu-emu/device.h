@@ -36,6 +36,16 @@ void device_clear(device *d); /* waits, frees all memory of the two above */
  * environment: eight times as many. The real device: once. */
 void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), void *ctx);
 
+/* What the accesses of kernels cost, of the first block of the first launches since the last clear:
+ * sectors of 32 bytes of device memory, wavefronts of shared memory, and the fewest that would do.
+ * All 0 where nobody counts (but the checked emulation). kernel: what the launch calls it, or a
+ * part of that. With KVFERRY_TRAFFIC=1 in the environment every place is shown. */
+typedef struct device_traffic {
+    uint64_t sectors, sectors_ideal, wavefronts, wavefronts_ideal;
+} device_traffic;
+void device_traffic_clear(device *d);
+device_traffic device_traffic_of(device *d, const char *kernel);
+
 /* Of what the test may use: the same numbers in each run of a test. 32 random bits; a float around
  * 0 whose every 61st is an outlier, 100 times as large. */
 uint32_t device_random(uint64_t *state);

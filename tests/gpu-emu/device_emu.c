@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <cmocka.h>
 
@@ -21,10 +22,27 @@ static struct {
     char way[128]; /* in which it runs now */
 } here;
 
+static void free_all(device *d)
+{
+    while (here.memory != NULL) {
+        struct memory *m = here.memory;
+        here.memory = m->next;
+        gpu_free(d->gpu, m->at);
+        pd_free(m);
+    }
+}
+
+/* What is found ends its own test alone. */
 static void check(pd_status status, const char *what)
 {
-    if (status != PD_OK || emu_found()[0] != '\0')
-        fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), emu_found(), here.way);
+    char found[1024];
+
+    if (status == PD_OK && emu_found()[0] == '\0')
+        return;
+    snprintf(found, sizeof found, "%s", emu_found());
+    free_all(&here.device);
+    emu_forget();
+    fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), found, here.way);
 }
 
 int device_setup(void **state)
@@ -41,19 +59,65 @@ int device_setup(void **state)
     return 0;
 }
 
+/* --- sectors and wavefronts --- */
+
+/* What a comment at the place, or in the two lines above, allows: "sectors 2: why". */
+static double allowed(const char *place, const char *word)
+{
+    char path[512], line[512];
+    const char *root = getenv("KVFERRY_SOURCE"), *colon = strrchr(place, ':');
+    int number = colon != NULL ? atoi(colon + 1) : 0, at = 0;
+    double most = 1;
+    FILE *file;
+
+    while (strncmp(place, "../", 3) == 0)
+        place += 3;
+    if (root == NULL || number == 0)
+        return most;
+    snprintf(path, sizeof path, "%s/%.*s", root, (int)(strrchr(place, ':') - place), place);
+    file = fopen(path, "re");
+    if (file == NULL)
+        return most;
+    while (at < number && fgets(line, sizeof line, file) != NULL) {
+        const char *said = ++at >= number - 2 ? strstr(line, word) : NULL;
+        if (said != NULL)
+            most = strtod(said + strlen(word), NULL);
+    }
+    fclose(file);
+    return most;
+}
+
+static void look(void *ctx, const emu_traffic *t)
+{
+    const char *unit = t->shared ? "wavefronts " : "sectors ";
+    double ratio = (double)t->actual / (double)t->ideal;
+    int *bad = ctx;
+
+    if (t->groups < 8 || ratio <= 1.02 || ratio <= allowed(t->place, unit) * 1.02)
+        return;
+    ++*bad;
+    print_message("%s: %s%.2f of the ideal, %llu accesses of a warp (%s)\n", t->place, unit, ratio,
+                  (unsigned long long)t->groups, t->kernel);
+}
+
+/* The checked form: every place of a kernel moves no more than it must, or its source says why. */
+static int traffic_is_ideal(void)
+{
+    int bad = 0;
+
+    emu_traffic_each(look, &bad);
+    return bad == 0;
+}
+
 int device_teardown(void **state)
 {
     device *d = *state;
+    bool ideal = traffic_is_ideal();
 
-    while (here.memory != NULL) { /* of a test that failed */
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
+    free_all(d); /* of a test that failed */
     gpu_stream_destroy(d->stream);
     gpu_close(d->gpu);
-    return 0;
+    return ideal ? 0 : 1;
 }
 
 void *device_space(device *d, size_t bytes)
@@ -94,12 +158,7 @@ void device_finish(device *d)
 void device_clear(device *d)
 {
     device_finish(d);
-    while (here.memory != NULL) {
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
+    free_all(d);
     check(PD_OK, "gpu_free");
 }
 
@@ -135,21 +194,43 @@ void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), v
     here.way[0] = '\0';
 }
 
-uint32_t device_random(uint64_t *state)
+void device_traffic_clear(device *d)
 {
-    /* xorshift64* (Vigna 2016); 0 is no state */
-    uint64_t x = *state != 0 ? *state : 0x9e3779b97f4a7c15;
+    emu_options options = {.order = EMU_FORWARD, .seed = 1};
 
-    x ^= x >> 12;
-    x ^= x << 25;
-    x ^= x >> 27;
-    *state = x;
-    return (uint32_t)((x * 0x2545f4914f6cdd1d) >> 32);
+    device_finish(d);
+    emu_configure(&options); /* the same blocks each time */
+    emu_traffic_clear();
 }
 
-float device_float(uint64_t *state)
-{
-    float value = (float)(int32_t)device_random(state) * 0x1p-31f;
+struct traffic_sum {
+    const char *kernel;
+    bool shown;
+    device_traffic sum;
+};
 
-    return device_random(state) % 61 == 0 ? value * 100 : value;
+static void add_traffic(void *ctx, const emu_traffic *traffic)
+{
+    struct traffic_sum *sum = ctx;
+    bool shared = traffic->shared;
+
+    if (strstr(traffic->kernel, sum->kernel) == NULL)
+        return;
+    *(shared ? &sum->sum.wavefronts : &sum->sum.sectors) += traffic->actual;
+    *(shared ? &sum->sum.wavefronts_ideal : &sum->sum.sectors_ideal) += traffic->ideal;
+    if (sum->shown)
+        print_message("%s: %s: %llu groups, %llu %s, ideally %llu\n", traffic->kernel,
+                      traffic->place, (unsigned long long)traffic->groups,
+                      (unsigned long long)traffic->actual, shared ? "wavefronts" : "sectors",
+                      (unsigned long long)traffic->ideal);
+}
+
+device_traffic device_traffic_of(device *d, const char *kernel)
+{
+    const char *shown = getenv("KVFERRY_TRAFFIC");
+    struct traffic_sum sum = {kernel, shown != NULL && shown[0] == '1', {0}};
+
+    device_finish(d);
+    emu_traffic_each(add_traffic, &sum);
+    return sum.sum;
 }

@@ -50,6 +50,7 @@ CU_DEVICE void gemm_fill(uint16_t *tile, const uint16_t *from, uint32_t k)
 {
     uint32_t row = threadIdx.x / 2, col = threadIdx.x % 2 * 8;
 
+    /* wavefronts 2: 8 lanes are 4 rows, and the fourth lies on the first one's banks */
     cu_async_16(tile + row * GEMM_STRIDE + col, from + row * 64 + k + col, true);
 }
 

@@ -178,11 +178,37 @@ static void what_is_planted_is_found(void **state)
         }
 }
 
+static void conflict(void *ctx, const emu_traffic *t)
+{
+    double *ratios = ctx; /* of the fill, of both ldmatrix */
+    double ratio = (double)t->actual / (double)t->ideal;
+
+    if (strcmp(t->kernel, "gemm_kernel<0>") != 0 || !t->shared || t->groups == 0)
+        return;
+    if (ratio > 1.5)
+        ratios[0] = ratio;
+    else
+        ratios[1] = ratio > ratios[1] ? ratio : ratios[1];
+}
+
+static void bank_conflicts_are_counted(void **state)
+{
+    double ratios[2] = {0, 0};
+
+    if (!emu_is_checked())
+        skip();
+    device_each(*state, 1, right_once, (void *)&kinds[1]);
+    emu_traffic_each(conflict, ratios);
+    assert_true(ratios[0] > 1.99 && ratios[0] < 2.01);
+    assert_true(ratios[1] == 1);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_is_right_is_right_in_every_order),
         cmocka_unit_test(what_is_planted_is_found),
+        cmocka_unit_test(bank_conflicts_are_counted),
     };
     return cmocka_run_group_tests_name("gpu-emu-emu", tests, device_setup, device_teardown);
 }

@@ -386,6 +386,25 @@ static void blocks_come_and_go_as_they_are(void **state)
         device_each(*state, 1, copies_once, (void *)&shapes[i]);
 }
 
+/* As few sectors as hold the bytes; the counts of covered tokens begin anywhere. */
+static void accesses_fall_together(void **state)
+{
+    static const char *const kernels[] = {"seal_bytes", "gather", "scatter"};
+    device *d = *state;
+
+    for (size_t i = 0; i < SHAPES; i++) {
+        device_traffic_clear(d);
+        seal_bytes_once(d, (void *)&shapes[i]);
+        device_clear(d);
+        copies_once(d, (void *)&shapes[i]);
+        device_clear(d);
+        for (size_t k = 0; k < sizeof kernels / sizeof *kernels; k++) {
+            device_traffic t = device_traffic_of(d, kernels[k]);
+            assert_true(t.sectors <= t.sectors_ideal + 4);
+        }
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -394,6 +413,7 @@ int main(void)
         cmocka_unit_test(a_large_batch_is_sealed_in_turns),
         cmocka_unit_test(a_flipped_bit_is_another_seal),
         cmocka_unit_test(blocks_come_and_go_as_they_are),
+        cmocka_unit_test(accesses_fall_together),
     };
     return cmocka_run_group_tests_name("gpu-emu-kv", tests, device_setup, device_teardown);
 }

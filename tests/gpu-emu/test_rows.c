@@ -502,6 +502,30 @@ static void norms_of_chosen_rows(void **state)
     device_each(*state, 2, chosen_rows_once, NULL);
 }
 
+/* Every access in as few sectors as hold its bytes, no bank asked twice. (The three numbers of a
+ * block of 32 are 16 bytes a warp, half a sector each: 3 of 13 sectors at the worst, where quants
+ * are all that is wanted, and the next warp's half finds the sector in L2.) */
+static void accesses_fall_together(void **state)
+{
+    device *d = *state;
+    norm_case c = {2, 1024, 2, 2, 2, true, false};
+    shape s = {2, 1024};
+
+    device_traffic_clear(d);
+    residual_once(d, &c);
+    quantize_once(d, &s);
+    silu_once(d, &s);
+    chosen_rows_once(d, NULL);
+    static const char *const kernels[] = {"residual_norm<0>", "residual_norm<2>", "quantize_rows",
+                                          "silu_mul"};
+    for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++) {
+        device_traffic t = device_traffic_of(d, kernels[i]);
+        assert_true(t.sectors <= t.sectors_ideal);
+        assert_true(t.wavefronts <= t.wavefronts_ideal);
+    }
+    device_clear(d);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -515,6 +539,7 @@ int main(void)
         cmocka_unit_test(sums_are_equal_at_every_number_of_ranks),
         cmocka_unit_test(a_sum_without_a_norm),
         cmocka_unit_test(norms_of_chosen_rows),
+        cmocka_unit_test(accesses_fall_together),
     };
     return cmocka_run_group_tests_name("gpu-emu-rows", tests, device_setup, device_teardown);
 }

@@ -38,7 +38,7 @@ DOORS = [
     (r"zmq(_utils)?\.h", r"common/wire/bus\.c"),
     (r"(ucp|uct|ucs|ucm)/.*", r"common/transfer/ucx(_context)?\.[ch]|tests/bench/put_bench\.c"),
     (r"nccl\.h", r"common/transfer/nccl\.c"),
-    (r"cuda.*", r"kernels/cuda/.*"),
+    (r"cuda.*", r"(kernels/cuda|tests/gpu)/.*"),
     (r"[a-z]*intrin\.h|cpuid\.h", r"kernels/cpu/.*|common/(kv/tile_sum|transfer/copy)_x86\.c"),
     (r"cmocka\.h", r"tests/.*"),
 ]
@@ -236,6 +236,38 @@ def check_undefined(build):
 def needed(path):
     text = subprocess.run(["readelf", "-d", path], capture_output=True, text=True, check=False).stdout
     return re.findall(r"\(NEEDED\).*\[([^\]]+)\]", text)
+
+
+def programs(build):
+    """Every program of a build (no libraries, no objects)."""
+    for folder, _, names in os.walk(build):
+        for name in names:
+            path = os.path.join(folder, name)
+            if re.search(r"\.(so|o|a)(\.|$)", name) or os.path.islink(path) or not os.access(path, os.X_OK):
+                continue
+            with open(path, "rb") as file:
+                if file.read(4) == b"\x7fELF":
+                    yield path
+
+
+def loaded(program):
+    """What the loader maps with a program, by name: the libraries of its libraries too."""
+    text = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return [line.split()[0] for line in text.splitlines() if "=>" in line]
+
+
+GPU_LIBRARY = re.compile(r"lib(cuda|cudart|cublas|cublasLt|nccl|nvidia[\w-]*|nvrtc)\.so")
+
+
+def check_gpu_libraries(build):
+    """GPU code comes with plugins alone: no program needs a GPU's libraries to start."""
+    bad = []
+    for path in programs(build):
+        tests = room_of(os.path.relpath(path, build)) == "tests"
+        for lib in needed(path) if tests else needed(path) + loaded(path):
+            if GPU_LIBRARY.match(lib):
+                bad.append(f"{os.path.relpath(path, build)} loads {lib}")
+    return bad
 
 
 def check_router(program):

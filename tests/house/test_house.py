@@ -35,6 +35,14 @@ def test_the_router_holds_no_tensor_code_and_no_data_plane():
     assert rooms.check_router(program) == []
 
 
+def test_no_program_loads_a_gpus_libraries():
+    seen = [os.path.relpath(path, BUILD) for path in rooms.programs(BUILD)]
+    for service in ("deploy/kvferry", "deploy/prefill-worker", "deploy/decode-worker"):
+        assert service in seen
+    assert any(lib.startswith("libucp") for lib in rooms.loaded(os.path.join(BUILD, "deploy", "prefill-worker")))
+    assert rooms.check_gpu_libraries(BUILD) == []
+
+
 @pytest.fixture
 def copy(tmp_path):
     """The sources alone, free to spoil."""
@@ -100,6 +108,23 @@ def test_a_planted_link_is_found(tmp_path):
         "build prefill-worker/prefill: c_LINKER a.o | common/libcommon.a kernels/libkernels.a\n"
     )
     assert rooms.check_links(str(tmp_path)) == ["router/router: a program of router links kernels/libkernels.a"]
+
+
+def test_a_planted_gpu_library_is_found(tmp_path):
+    """Directly, and through a library that looks harmless."""
+    (tmp_path / "empty.c").write_text("int nothing(void);\nint nothing(void) { return 0; }\n")
+    (tmp_path / "main.c").write_text("int main(void) { return 0; }\n")
+    os.makedirs(tmp_path / "deploy")
+    link = f"cc -Wl,--no-as-needed -Wl,-rpath,{tmp_path} -L{tmp_path}"
+    for command in (
+        f"cc -shared -Wl,-soname,libcuda.so.1 -o {tmp_path}/libcuda.so.1 {tmp_path}/empty.c",
+        f"{link} -shared -o {tmp_path}/libharmless.so {tmp_path}/empty.c -l:libcuda.so.1",
+        f"{link} -o {tmp_path}/deploy/direct {tmp_path}/main.c -l:libcuda.so.1",
+        f"{link} -o {tmp_path}/deploy/indirect {tmp_path}/main.c -lharmless",
+    ):
+        assert os.system(command) == 0
+    bad = rooms.check_gpu_libraries(str(tmp_path))
+    assert {line.split()[0] for line in bad} == {"deploy/direct", "deploy/indirect"}
 
 
 def test_a_planted_reference_is_found(tmp_path):

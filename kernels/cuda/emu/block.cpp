@@ -17,7 +17,7 @@ emu_block emu_here;
 emu_counts emu_counted;
 thread_local bool emu_running;
 
-static unsigned char *stacks; /* [EMU_THREADS_MAX][EMU_STACK_BYTES], the lowest page unmapped */
+unsigned char *emu_stacks; /* the lowest page of each is unmapped */
 alignas(128) static unsigned char dynamic_shared[EMU_SHARED_MAX + 128];
 
 /* splitmix64 (Steele, Lea, Flood 2014) */
@@ -46,15 +46,6 @@ bool emu_is_shared(const void *p, size_t bytes)
     if (v != NULL)
         return at + bytes <= v->at + v->bytes;
     return emu_variable_count == 0 && emu_in_module(p); /* without symbols: perhaps */
-}
-
-emu_stack emu_stack_of(const void *p)
-{
-    size_t at = (size_t)(static_cast<const unsigned char *>(p) - stacks);
-
-    if (at >= (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES)
-        return EMU_STACK_NONE;
-    return at / EMU_STACK_BYTES == emu_self->linear ? EMU_STACK_OWN : EMU_STACK_OTHER;
 }
 
 bool emu_is_runtime(const void *p)
@@ -114,12 +105,46 @@ static emu_fiber *choose(void)
     return NULL;
 }
 
-static void leave(emu_context *from, emu_fiber *to)
+/* Of AddressSanitizer, where the program has it: it must know whose stack is run on. */
+extern "C" {
+__attribute__((weak)) void __sanitizer_start_switch_fiber(void **fake, const void *bottom,
+                                                          size_t bytes);
+__attribute__((weak)) void __sanitizer_finish_switch_fiber(void *fake, const void **bottom_out,
+                                                           size_t *bytes_out);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void *at, size_t bytes);
+}
+
+static void change_stack(emu_context *from, emu_context *to, const void *bottom, size_t bytes,
+                         bool ends)
+{
+    void *fake = NULL;
+
+    if (__sanitizer_start_switch_fiber != NULL)
+        __sanitizer_start_switch_fiber(ends ? NULL : &fake, bottom, bytes);
+    emu_context_switch(from, to);
+    if (__sanitizer_finish_switch_fiber != NULL)
+        __sanitizer_finish_switch_fiber(fake, NULL, NULL);
+}
+
+static unsigned char *stack_bottom(const emu_fiber *fiber)
+{
+    return emu_stacks + (size_t)fiber->linear * EMU_STACK_BYTES;
+}
+
+static void leave(emu_context *from, emu_fiber *to, bool ends)
 {
     emu_counted.switches++;
     emu_here.ready[emu_warp_of(to)] &= ~(1u << to->linear % EMU_LANES);
     emu_self = to;
-    emu_context_switch(from, &to->context);
+    change_stack(from, &to->context, stack_bottom(to), EMU_STACK_BYTES, ends);
+}
+
+/* The block is over, or given up. */
+[[noreturn]] static void leave_block(emu_fiber *self)
+{
+    change_stack(&self->context, &emu_here.outside, emu_here.outside_bottom, emu_here.outside_bytes,
+                 true);
+    __builtin_unreachable();
 }
 
 /* "12 threads (first: 0) wait at cu_sync rows.cu:41", a line of text a place */
@@ -175,7 +200,7 @@ void emu_next(void)
     if (to == self)
         emu_here.ready[emu_warp_of(to)] &= ~(1u << to->linear % EMU_LANES);
     else
-        leave(&self->context, to);
+        leave(&self->context, to, self->wait == EMU_EXITED);
 }
 
 void emu_fail(const char *file, int line, const char *format, ...)
@@ -195,8 +220,7 @@ void emu_fail(const char *file, int line, const char *format, ...)
                  emu_grid_here.block.x, emu_grid_here.block.y, emu_grid_here.block.z,
                  self->thread.x, self->thread.y, self->thread.z);
     emu_here.failed = true;
-    emu_context_switch(&self->context, &emu_here.outside);
-    __builtin_unreachable();
+    leave_block(self);
 }
 
 /* Whoever may go on now that one less is waited for. */
@@ -247,17 +271,24 @@ static void ended(void)
     self->wait = EMU_EXITED;
     b->exited[warp] |= bit;
     b->live--;
-    if (b->live == 0) {
-        emu_context_switch(&self->context, &b->outside);
-        __builtin_unreachable();
-    }
+    if (b->live == 0)
+        leave_block(self);
     sync_if_all();
     emu_next();
 }
 
 static void fiber_main(void *unused)
 {
+    const void *bottom = NULL;
+    size_t bytes = 0;
+
     (void)unused;
+    if (__sanitizer_finish_switch_fiber != NULL)
+        __sanitizer_finish_switch_fiber(NULL, &bottom, &bytes);
+    if (emu_here.outside_bottom == NULL) { /* the block's first: it was come to from outside */
+        emu_here.outside_bottom = bottom;
+        emu_here.outside_bytes = bytes;
+    }
     emu_here.call(emu_here.arguments);
     ended();
     __builtin_unreachable();
@@ -322,14 +353,14 @@ void emu_collective(emu_op *op)
 
 static bool stacks_ready(void)
 {
-    if (stacks == NULL) {
+    if (emu_stacks == NULL) {
         void *memory = mmap(NULL, (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED)
             return false;
-        stacks = static_cast<unsigned char *>(memory);
+        emu_stacks = static_cast<unsigned char *>(memory);
         for (size_t i = 0; i < EMU_THREADS_MAX; i++)
-            if (mprotect(stacks + i * EMU_STACK_BYTES, 4096, PROT_NONE) != 0)
+            if (mprotect(emu_stacks + i * EMU_STACK_BYTES, 4096, PROT_NONE) != 0)
                 return false;
     }
     if (emu_here.fibers == NULL)
@@ -344,9 +375,9 @@ void emu_stacks_end(void)
             emu_context_end(&emu_here.fibers[i].context);
     pd_free(emu_here.fibers);
     emu_here.fibers = NULL;
-    if (stacks != NULL)
-        munmap(stacks, (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES);
-    stacks = NULL;
+    if (emu_stacks != NULL)
+        munmap(emu_stacks, (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES);
+    emu_stacks = NULL;
 }
 
 static void order_warps(emu_block *b)
@@ -370,6 +401,9 @@ static void block_start(const emu_grid *grid, unsigned threads)
     b->count = b->live = threads;
     b->warps = (threads + EMU_LANES - 1) / EMU_LANES;
     b->at_sync = 0;
+    b->outside_bottom = NULL;
+    if (__asan_unpoison_memory_region != NULL) /* what an earlier block left on its stacks */
+        __asan_unpoison_memory_region(emu_stacks, (size_t)threads * EMU_STACK_BYTES);
     memset(b->exited, 0, sizeof b->exited);
     memset(b->meeting, 0, sizeof b->meeting);
     memset(b->ready, 0, sizeof b->ready);
@@ -383,8 +417,9 @@ static void block_start(const emu_grid *grid, unsigned threads)
         fiber->file = NULL;
         fiber->line = 0;
         fiber->copies = fiber->group = fiber->atomics = 0;
-        /* tops a cache line apart: else all stacks would fight for the same sets of the cache */
-        emu_context_make(&fiber->context, stacks + (size_t)i * EMU_STACK_BYTES,
+        /* tops a cache line apart: else all emu_stacks would fight for the same sets of the cache
+         */
+        emu_context_make(&fiber->context, emu_stacks + (size_t)i * EMU_STACK_BYTES,
                          EMU_STACK_BYTES - i % 32 * 64, fiber_main, NULL);
         emu_wake(fiber);
     }
@@ -420,7 +455,7 @@ bool emu_run_launch(const char *kernel, const emu_grid *grid, void (*call)(const
 
     b->failed = false;
     if (!stacks_ready()) {
-        snprintf(b->found, sizeof b->found, "no memory for the stacks of emulated threads");
+        snprintf(b->found, sizeof b->found, "no memory for the emu_stacks of emulated threads");
         return false;
     }
     b->kernel = kernel;
@@ -447,7 +482,7 @@ bool emu_run_launch(const char *kernel, const emu_grid *grid, void (*call)(const
         emu_counted.blocks++;
         emu_counted.threads += threads;
         emu_running = true;
-        leave(&b->outside, choose());
+        leave(&b->outside, choose(), false);
         emu_running = false;
         emu_traffic_end();
     }

@@ -46,6 +46,8 @@ struct emu_block {
     uint8_t order[EMU_WARPS_MAX]; /* warps by priority */
     uint64_t random;
     emu_context outside; /* who runs the block */
+    const void *outside_bottom;
+    size_t outside_bytes;
     emu_options options;
     void (*call)(const void *arguments);
     const void *arguments;
@@ -86,7 +88,15 @@ void emu_collective_compute(emu_op *ops[EMU_LANES]);
 /* This thread runs a fiber now. */
 extern thread_local bool emu_running;
 enum emu_stack { EMU_STACK_NONE, EMU_STACK_OWN, EMU_STACK_OTHER };
-emu_stack emu_stack_of(const void *p);
+extern unsigned char *emu_stacks; /* [EMU_THREADS_MAX][EMU_STACK_BYTES] */
+static inline emu_stack emu_stack_of(const void *p)
+{
+    size_t at = (size_t)(static_cast<const unsigned char *>(p) - emu_stacks);
+
+    if (at >= (size_t)EMU_THREADS_MAX * EMU_STACK_BYTES)
+        return EMU_STACK_NONE;
+    return at / EMU_STACK_BYTES == emu_self->linear ? EMU_STACK_OWN : EMU_STACK_OTHER;
+}
 /* What the emulator itself keeps for a kernel: its arguments, threadIdx and the like. */
 bool emu_is_runtime(const void *p);
 /* Whether [p, p + bytes) is shared memory. */

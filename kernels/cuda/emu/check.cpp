@@ -336,6 +336,23 @@ static void touch(shadow *s, const access *a)
     s->write = mark_of(a->thread, a->use == EMU_ATOMIC);
 }
 
+/* Neighbours that were alike stay alike: most accesses are of values, not of bytes. */
+static void touch_all(shadow *s, unsigned bytes, access *a)
+{
+    const unsigned char *p = static_cast<const unsigned char *>(a->at);
+    shadow before = s[0];
+
+    touch(&s[0], a);
+    for (unsigned i = 1; i < bytes; i++) {
+        if (memcmp(&s[i], &before, sizeof before) == 0) {
+            s[i] = s[0];
+            continue;
+        }
+        a->at = p + i;
+        touch(&s[i], a);
+    }
+}
+
 static void check(access *a, unsigned bytes)
 {
     const unsigned char *p = static_cast<const unsigned char *>(a->at);
@@ -345,8 +362,7 @@ static void check(access *a, unsigned bytes)
     if (s != NULL) {
         if (!emu_is_shared(p, bytes))
             report(a, "past the end of shared memory");
-        for (unsigned i = 0; i < bytes; i++, a->at = p + i)
-            touch(s + i, a);
+        touch_all(s, bytes, a);
         emu_traffic_log(a->thread, p, bytes, true, a->file, a->line, a->code);
         return;
     }
@@ -357,10 +373,13 @@ static void check(access *a, unsigned bytes)
             return;
         report(a, "touches what is neither device memory nor shared memory, or past its end");
     }
-    for (unsigned i = 0; i < bytes; i++, a->at = p + i) {
-        shadow *d = device_shadow((uintptr_t)p + i);
-        if (d != NULL)
-            touch(d, a);
+    for (unsigned done = 0, part; done < bytes; done += part) {
+        unsigned page_left = PAGE_BYTES - (unsigned)((uintptr_t)(p + done) % PAGE_BYTES);
+        part = bytes - done < page_left ? bytes - done : page_left;
+        a->at = p + done;
+        s = device_shadow((uintptr_t)a->at);
+        if (s != NULL)
+            touch_all(s, part, a);
     }
     emu_traffic_log(a->thread, p, bytes, false, a->file, a->line, a->code);
 }
@@ -368,13 +387,13 @@ static void check(access *a, unsigned bytes)
 void emu_check_access(const void *at, unsigned bytes, emu_use use, const char *file, int line,
                       const void *code)
 {
+    emu_stack stack = emu_stack_of(at);
+    if (stack == EMU_STACK_OWN)
+        return;
     access a = {emu_self->linear, at, use, file, line, code, false};
-
-    switch (emu_stack_of(at)) {
-    case EMU_STACK_OWN: return;
-    case EMU_STACK_OTHER: report(&a, "touches another thread's own variables");
-    case EMU_STACK_NONE: check(&a, bytes); return;
-    }
+    if (stack == EMU_STACK_OTHER)
+        report(&a, "touches another thread's own variables");
+    check(&a, bytes);
 }
 
 void emu_check_access_of(unsigned thread, const void *at, unsigned bytes, emu_use use,

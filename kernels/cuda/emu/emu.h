@@ -52,6 +52,7 @@ typedef struct emu_traffic {
     uint64_t actual, ideal;
 } emu_traffic;
 void emu_traffic_each(void (*each)(void *ctx, const emu_traffic *traffic), void *ctx);
+void emu_traffic_clear(void); /* counts from 0 again, the first launches of each kernel */
 bool emu_is_checked(void);
 
 #ifdef __cplusplus

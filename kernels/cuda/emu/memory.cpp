@@ -38,6 +38,7 @@ struct emu_memory {
 };
 
 static emu_memory *devices[DEVICES_MAX];
+static range last; /* that was asked for */
 
 pd_status emu_memory_create(uint64_t bytes, emu_memory **memory_out)
 {
@@ -94,20 +95,33 @@ uint64_t emu_memory_free_bytes(const emu_memory *memory)
     return memory->bytes - memory->used;
 }
 
+/* The pattern lies at whole words of the memory: the zones of two neighbours overlap. */
+static unsigned char guard_byte(const unsigned char *at)
+{
+    return (unsigned char)(GUARD_WORD >> ((uintptr_t)at & 3) * 8);
+}
+
 static void guard_fill(unsigned char *at)
 {
-    uint32_t word = GUARD_WORD;
-
-    for (unsigned i = 0; i < GUARD_BYTES; i += sizeof word)
-        memcpy(at + i, &word, sizeof word);
+    for (unsigned i = 0; i < GUARD_BYTES; i++)
+        at[i] = guard_byte(at + i);
 }
 
 static bool guard_whole(const unsigned char *at)
 {
-    uint32_t word = GUARD_WORD;
+    unsigned i = 0;
+    uint32_t word;
 
-    for (unsigned i = 0; i < GUARD_BYTES; i += sizeof word)
-        if (memcmp(at + i, &word, sizeof word) != 0)
+    for (; ((uintptr_t)(at + i) & 3) != 0; i++)
+        if (at[i] != guard_byte(at + i))
+            return false;
+    for (; i + 4 <= GUARD_BYTES; i += 4) {
+        memcpy(&word, at + i, sizeof word);
+        if (word != GUARD_WORD)
+            return false;
+    }
+    for (; i < GUARD_BYTES; i++)
+        if (at[i] != guard_byte(at + i))
             return false;
     return true;
 }
@@ -185,6 +199,7 @@ static range *range_at(emu_memory *m, const void *at)
 
 static void range_remove(emu_memory *m, range *r)
 {
+    memset(&last, 0, sizeof last);
     m->count--;
     memmove(r, r + 1, (size_t)(m->ranges + m->count - r) * sizeof *r);
 }
@@ -229,13 +244,17 @@ emu_place emu_memory_place(const void *at, uint64_t bytes)
 {
     const unsigned char *from = static_cast<const unsigned char *>(at);
 
+    if (from >= last.at && from + bytes <= last.at + last.bytes)
+        return last.place;
     for (const emu_memory *m : devices) {
         if (m == NULL)
             continue;
         unsigned i = range_after(m, from);
         if (i < m->count && from >= m->ranges[i].at &&
-            from + bytes <= m->ranges[i].at + m->ranges[i].bytes)
-            return m->ranges[i].place;
+            from + bytes <= m->ranges[i].at + m->ranges[i].bytes) {
+            last = m->ranges[i];
+            return last.place;
+        }
     }
     return EMU_NOWHERE;
 }

@@ -18,7 +18,6 @@ enum item_kind { ITEM_KERNEL, ITEM_COPY, ITEM_FILL, ITEM_CALL, ITEM_RECORD, ITEM
 struct item { /* something queued */
     item *next;
     size_t bytes_all; /* of this struct and what follows */
-    uint64_t number;  /* in the order of queueing, over all streams */
     item_kind kind;
     const char *name;
     emu_grid grid;
@@ -40,6 +39,7 @@ struct gpu_stream {
     item *first, **last;
     uint64_t queued, done;
     uint32_t priority;
+    uint64_t turn; /* the latest */
     bool running;
 };
 
@@ -70,7 +70,7 @@ static struct {
     gpu_stream *streams;
     waiter *waiters;
     uint32_t queued, budget; /* budget: items that polling has asked for */
-    uint64_t numbers, random;
+    uint64_t turns, random;
     bool late;
     gpu_stream *calling; /* whose first item the second thread runs */
     emu_options options;
@@ -105,6 +105,8 @@ void emu_configure(const emu_options *options)
     emu_here.random = options->seed;
     q.random = options->seed + 1;
     q.late = options->late_streams;
+    for (gpu_stream *s = q.streams; s != NULL; s = s->next)
+        s->priority = emu_random(&q.random);
     pthread_cond_broadcast(&q.work);
     pthread_mutex_unlock(&q.lock);
     emu_memory_unlock();
@@ -241,6 +243,8 @@ static bool wanted(void)
     return false;
 }
 
+/* Early, streams take turns, as they share a GPU: who seals a block does not wait for all that was
+ * queued to compute. */
 static gpu_stream *pick(void)
 {
     gpu_stream *best = NULL;
@@ -252,10 +256,11 @@ static gpu_stream *pick(void)
             continue;
         if (emu_random(&q.random) % 4 == 0)
             s->priority = emu_random(&q.random);
-        if (best == NULL ||
-            (q.late ? s->priority > best->priority : s->first->number < best->first->number))
+        if (best == NULL || (q.late ? s->priority > best->priority : s->turn < best->turn))
             best = s;
     }
+    if (best != NULL)
+        best->turn = ++q.turns;
     return best;
 }
 
@@ -405,7 +410,6 @@ void emu_queue_drain(gpu *g)
 static void append(gpu_stream *stream, item *i)
 {
     i->next = NULL;
-    i->number = q.numbers++;
     *stream->last = i;
     stream->last = &i->next;
     stream->queued++;
@@ -481,6 +485,7 @@ pd_status gpu_stream_create(gpu *g, gpu_stream **stream_out)
     stream->g = g;
     stream->last = &stream->first;
     pthread_mutex_lock(&q.lock);
+    stream->priority = emu_random(&q.random);
     stream->next = q.streams;
     q.streams = stream;
     g->streams++;

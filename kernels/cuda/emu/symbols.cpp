@@ -20,6 +20,7 @@
 emu_variable *emu_variables;
 unsigned emu_variable_count;
 uint32_t emu_variable_bytes;
+static const emu_variable *last; /* that was asked for */
 
 static struct {
     bool loaded;
@@ -162,6 +163,8 @@ const emu_variable *emu_variable_at(const void *at)
     const unsigned char *p = static_cast<const unsigned char *>(at);
     unsigned lo = 0, hi = emu_variable_count;
 
+    if (last != NULL && p >= last->at && p < last->at + last->bytes)
+        return last;
     if (hi == 0 || p < emu_variables[0].at ||
         p >= emu_variables[hi - 1].at + emu_variables[hi - 1].bytes)
         return NULL;
@@ -172,7 +175,10 @@ const emu_variable *emu_variable_at(const void *at)
         else
             hi = middle;
     }
-    return p < emu_variables[lo].at + emu_variables[lo].bytes ? &emu_variables[lo] : NULL;
+    if (p >= emu_variables[lo].at + emu_variables[lo].bytes)
+        return NULL;
+    last = &emu_variables[lo];
+    return last;
 }
 
 bool emu_in_module(const void *at)

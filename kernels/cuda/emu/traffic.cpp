@@ -12,6 +12,7 @@
 
 #define SITES_MAX    2048u
 #define BLOCK_SITES  512u /* of one launch */
+#define SLOTS        1024u
 #define LOG_MAX      (1u << 20)
 #define LAUNCHES_MAX 4u /* logged of one kernel */
 #define KERNELS_MAX  128u
@@ -37,6 +38,7 @@ static struct {
     site sites[SITES_MAX];
     unsigned count;
     unsigned local[BLOCK_SITES], locals; /* this block's, as indices of sites */
+    uint16_t slots[SLOTS];               /* index of local + 1, by hash */
     uint32_t (*visits)[EMU_THREADS_MAX]; /* [BLOCK_SITES] */
     entry *log;
     unsigned logged;
@@ -79,16 +81,26 @@ void emu_traffic_start(const char *kernel)
     }
     t.kernel = kernel;
     t.locals = t.logged = 0;
+    memset(t.slots, 0, sizeof t.slots);
 }
 
+static bool is_site(unsigned local, const char *file, int line, const void *code, bool shared)
+{
+    const site *s = &t.sites[t.local[local]];
+
+    return s->line == line && s->code == code && s->shared == shared && s->file == file;
+}
+
+/* The site's number in this block; -1: too many. */
 static int local_of(const char *file, int line, const void *code, bool shared)
 {
-    for (unsigned i = 0; i < t.locals; i++) {
-        const site *s = &t.sites[t.local[i]];
-        if (s->line == line && s->code == code && s->shared == shared && s->file == file)
-            return (int)i;
-    }
+    unsigned slot = (unsigned)(((uintptr_t)code + (unsigned)line * 2u + shared) * 0x9e3779b1u >> 7);
     unsigned i = 0;
+
+    slot %= SLOTS;
+    for (; t.slots[slot] != 0; slot = (slot + 1) % SLOTS)
+        if (is_site(t.slots[slot] - 1u, file, line, code, shared))
+            return t.slots[slot] - 1;
     while (i < t.count &&
            !(t.sites[i].kernel == t.kernel && t.sites[i].line == line && t.sites[i].code == code &&
              t.sites[i].shared == shared && t.sites[i].file == file))
@@ -100,8 +112,9 @@ static int local_of(const char *file, int line, const void *code, bool shared)
         t.sites[t.count++] = s;
     }
     memset(t.visits[t.locals], 0, sizeof t.visits[0]);
-    t.local[t.locals] = i;
-    return (int)t.locals++;
+    t.local[t.locals++] = i;
+    t.slots[slot] = (uint16_t)t.locals;
+    return (int)t.locals - 1;
 }
 
 void emu_traffic_log(unsigned thread, const void *at, unsigned bytes, bool shared, const char *file,
@@ -156,14 +169,16 @@ static void count_sectors(site *s, const entry *group, unsigned lanes)
 {
     uint64_t sectors[EMU_LANES * 2];
     unsigned count = 0, bytes = 0;
+    uint64_t first = group[0].at;
 
     for (unsigned i = 0; i < lanes; i++) {
         bytes += group[i].bytes;
+        first = group[i].at < first ? group[i].at : first;
         sectors[count++] = group[i].at / 32;
         sectors[count++] = (group[i].at + group[i].bytes - 1) / 32;
     }
     s->actual += distinct(sectors, count);
-    s->ideal += (bytes + 31) / 32;
+    s->ideal += (first % 32 + bytes + 31) / 32;
 }
 
 static void count_wavefronts(site *s, const entry *group, unsigned lanes)
@@ -228,4 +243,9 @@ void emu_traffic_each(void (*each)(void *ctx, const emu_traffic *traffic), void 
             emu_source_of(s->code, traffic.place, sizeof traffic.place);
         each(ctx, &traffic);
     }
+}
+
+void emu_traffic_clear(void)
+{
+    t.count = t.locals = t.logged = t.kernel_count = 0;
 }

@@ -254,7 +254,7 @@ CU_DEVICE void cu_bulk_copy(void *shared, const void *global, uint32_t bytes, cu
 
 /* --- memory: told to the checks by emu_access, not by the compiler as well --- */
 
-#define EMU_MEMORY __attribute__((no_sanitize("thread"))) CU_DEVICE
+#define EMU_MEMORY [[maybe_unused]] __attribute__((no_sanitize("thread"))) static inline
 
 template <typename T> EMU_MEMORY T cu_load(const void *p, EMU_HERE)
 {

@@ -198,6 +198,14 @@ static void ratios_and_words(void **state)
     assert_int_equal(index, 1);
     assert_int_equal(pd_scalar_choice("", "a|b|c", &index, &why), PD_E_INVALID);
     assert_int_equal(pd_scalar_choice("a|b", "a|b|c", &index, &why), PD_E_INVALID);
+    assert_int_equal(pd_scalar_choice("cuda:0", "cuda|cuda:N", &index, &why), PD_OK);
+    assert_int_equal(index, 1);
+    assert_int_equal(pd_scalar_choice("cuda:999", "cuda|cuda:N", &index, &why), PD_OK);
+    static const char *const no_devices[] = {"cuda:",   "cuda:N",  "cuda:01", "cuda:1000",
+                                             "cuda:1x", "cuda:-1", "cuda 1",  "cudo:1"};
+    for (size_t i = 0; i < sizeof no_devices / sizeof *no_devices; i++)
+        assert_int_equal(pd_scalar_choice(no_devices[i], "cuda|cuda:N", &index, &why),
+                         PD_E_INVALID);
     assert_int_equal(pd_scalar_label("Local", &why), PD_E_INVALID);
     assert_int_equal(pd_scalar_label("-a", &why), PD_E_INVALID);
     assert_int_equal(pd_scalar_label("../x", &why), PD_E_INVALID);

@@ -187,6 +187,14 @@ static void one_product(const kern_ops *fast, pd_dtype dtype, uint32_t rows, uin
         fast->matmul(&fast_matrix, first, rows - first, &acts, 1, acts_rows, rows_of[1], add == 1);
         assert_memory_equal(out[0], out[1], (size_t)rows * acts_rows * sizeof(float));
     }
+    if (segments > 1) { /* a node of the tree: the right half of it all */
+        uint32_t left = kern_tree_left(segments);
+        plain = kern_matrix_node(&plain, left, segments - left);
+        fast_matrix = kern_matrix_node(&fast_matrix, left, segments - left);
+        ref->matmul(&plain, 0, rows, &acts, 1, acts_rows, rows_of[0], false);
+        fast->matmul(&fast_matrix, 0, rows, &acts, 1, acts_rows, rows_of[1], false);
+        assert_memory_equal(out[0], out[1], (size_t)rows * acts_rows * sizeof(float));
+    }
     for (int i = 0; i < 2; i++) {
         free(out[i]);
         free(rows_of[i]);
@@ -207,6 +215,8 @@ static void check_products(const kern_ops *fast)
             one_product(fast, dtype, 37, 288, 3, acts_rows[i]);
             one_product(fast, dtype, 64, 576, 3, acts_rows[i]);
         }
+        for (uint32_t segments = 4; segments <= KERN_LEAVES_MAX; segments += 1 + segments / 4)
+            one_product(fast, dtype, 17, 32 * segments, segments, 9);
         if (pd_dtype_info_of(dtype)->block_weights == 1) {
             one_product(fast, dtype, 5, 7, 1, 3);
             one_product(fast, dtype, 9, 50, 1, 5);
@@ -251,6 +261,52 @@ static void products_are_accurate(void **state)
         free(weights);
         free_acts(&acts);
     }
+}
+
+/* Whatever run of segments a rank has: its nodes' sums, finished over the tree, are the whole. */
+static void a_split_product_is_the_whole_one(void **state)
+{
+    enum { ROWS = 5, SEGMENTS_MAX = 24, COLS = 32 * SEGMENTS_MAX };
+    static uint8_t weights[ROWS * COLS * 2];
+    kern_acts acts = make_acts(1, COLS, 41);
+
+    (void)state;
+    tiny_fill(PD_Q8_0, 7, ROWS, COLS, weights);
+    ref->quantize(&acts, 0, 0, COLS);
+    for (uint32_t segments = 1; segments <= SEGMENTS_MAX; segments++) {
+        kern_matrix matrix = {.dtype = PD_Q8_0,
+                              .rows = ROWS,
+                              .segments = segments,
+                              .cols = 32 * segments,
+                              .data = weights};
+        float whole[ROWS], part[ROWS], waiting[KERN_LEAVES_MAX][ROWS], *place = whole;
+        acts.cols = matrix.cols;
+        ref->matmul(&matrix, 0, ROWS, &acts, 0, 1, &place, false);
+        place = part;
+        for (uint32_t ranks = 1; ranks <= segments; ranks++) {
+            kern_node nodes[KERN_LEAVES_MAX];
+            uint8_t adds[KERN_LEAVES_MAX];
+            uint32_t count = 0, depth = 0;
+            for (uint32_t rank = 0; rank < ranks; rank++) {
+                kern_nodes own =
+                    kern_nodes_of(segments, rank * segments / ranks, (rank + 1) * segments / ranks);
+                memcpy(nodes + count, own.node, own.count * sizeof *nodes);
+                count += own.count;
+            }
+            kern_nodes_adds(segments, nodes, count, adds);
+            for (uint32_t k = 0; k < count; k++) {
+                kern_matrix node = kern_matrix_node(&matrix, nodes[k].lo, nodes[k].count);
+                ref->matmul(&node, 0, ROWS, &acts, 0, 1, &place, false);
+                for (; adds[k] > 0; adds[k]--, depth--)
+                    for (uint32_t r = 0; r < ROWS; r++)
+                        part[r] = waiting[depth - 1][r] + part[r];
+                memcpy(waiting[depth++], part, sizeof part);
+            }
+            assert_int_equal(depth, 1);
+            assert_memory_equal(waiting[0], whole, sizeof whole);
+        }
+    }
+    free_acts(&acts);
 }
 
 static void check_row_operations(const kern_ops *fast)
@@ -492,6 +548,7 @@ int main(void)
         cmocka_unit_test(quantize_is_within_half_a_step),
         cmocka_unit_test(products_are_equal),
         cmocka_unit_test(products_are_accurate),
+        cmocka_unit_test(a_split_product_is_the_whole_one),
         cmocka_unit_test(row_operations_are_equal),
         cmocka_unit_test(attention_is_equal),
         cmocka_unit_test(attention_is_accurate),

@@ -259,6 +259,17 @@ pd_model_file *tiny_open_shape(const tiny_shape *shape)
     return opened;
 }
 
+pd_model_file *tiny_open_for_ranks(uint32_t kv_heads)
+{
+    tiny_shape shape = tiny_every_format;
+
+    shape.heads = 2 * kv_heads;
+    shape.kv_heads = kv_heads;
+    shape.ffn = 64 * kv_heads;
+    shape.vocab = 24 * kv_heads;
+    return tiny_open_shape(&shape);
+}
+
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks)
 {
     pd_kv_layout layout;

@@ -26,5 +26,7 @@ extern const tiny_shape tiny_every_format;
 /* Writes the file to a temporary path and opens it; aborts on failure. */
 pd_model_file *tiny_open(void);
 pd_model_file *tiny_open_shape(const tiny_shape *shape);
+/* One that can be cut among as many ranks as divide kv_heads, in every format. */
+pd_model_file *tiny_open_for_ranks(uint32_t kv_heads);
 /* A layout for it, with blocks of 16 tokens and groups of one layer. */
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks);

@@ -20,15 +20,16 @@ static pd_kv_layout make(pd_model_shape shape, pd_kv_layout_options options)
 static void every_byte_of_the_pool_belongs_to_one_place(void **state)
 {
     (void)state;
-    static const uint32_t layers[] = {1, 5, 7};
-    for (size_t s = 0; s < 3; s++) {
+    static const uint32_t layers[] = {1, 5, 7, 5, 7}, ranks[] = {0, 1, 1, 2, 6};
+    for (size_t s = 0; s < 5; s++) {
         for (uint32_t group_layers = 0; group_layers <= layers[s] + 1; group_layers++) {
             pd_kv_layout layout =
-                make(shape_of(layers[s], 3, 8), (pd_kv_layout_options){.dtype = PD_F16,
+                make(shape_of(layers[s], 6, 8), (pd_kv_layout_options){.dtype = PD_F16,
                                                                        .block_tokens = 16,
                                                                        .group_layers = group_layers,
                                                                        .memory_bytes = 1 << 20,
-                                                                       .blocks_max = 5});
+                                                                       .blocks_max = 5,
+                                                                       .ranks = ranks[s]});
             assert_int_equal(layout.blocks, 5);
             unsigned char *seen = pd_calloc(1, layout.pool_bytes);
             assert_non_null(seen);
@@ -87,6 +88,53 @@ static void a_block_and_a_heads_slice_are_contiguous_in_a_group(void **state)
     }
 }
 
+/* What shipping rests on: a rank's part is a run, in it a group's blocks follow one another, in a
+ * block the heads. */
+static void a_ranks_part_is_a_run_of_runs(void **state)
+{
+    (void)state;
+    for (uint32_t ranks = 1; ranks <= 8; ranks *= 2) {
+        pd_kv_layout layout =
+            make(shape_of(5, 8, 16), (pd_kv_layout_options){.dtype = PD_F16,
+                                                            .block_tokens = 16,
+                                                            .group_layers = 2,
+                                                            .memory_bytes = 8 << 20,
+                                                            .blocks_max = 9,
+                                                            .ranks = ranks});
+        assert_int_equal(layout.rank_heads * ranks, 8);
+        assert_int_equal(layout.rank_bytes * ranks, layout.pool_bytes);
+        uint64_t at = 0;
+        for (uint32_t rank = 0; rank < ranks; rank++) {
+            assert_int_equal(at, rank * layout.rank_bytes);
+            for (uint32_t group = 0; group < layout.groups; group++) {
+                for (pd_block block = 0; block < layout.blocks; block++) {
+                    for (uint32_t head = 0; head < layout.rank_heads; head++) {
+                        uint32_t number = rank * layout.rank_heads + head;
+                        assert_int_equal(at,
+                                         pd_kv_layout_head_offset(&layout, group, block, number));
+                        assert_int_equal(at,
+                                         pd_kv_layout_k_offset(&layout, 2 * group, block, number));
+                        at += pd_kv_layout_head_bytes(&layout, group);
+                    }
+                }
+            }
+        }
+        assert_int_equal(at, layout.pool_bytes);
+    }
+}
+
+static void ranks_are_no_matter_of_agreement(void **state)
+{
+    (void)state;
+    pd_kv_layout_options options = {.dtype = PD_F16, .block_tokens = 16, .memory_bytes = 64 << 20};
+    pd_kv_layout one = make(shape_of(30, 8, 64), options);
+    options.ranks = 4;
+    pd_kv_layout four = make(shape_of(30, 8, 64), options);
+    assert_int_equal(pd_kv_layout_fingerprint(&one), pd_kv_layout_fingerprint(&four));
+    assert_int_equal(one.blocks, four.blocks);
+    assert_int_equal(one.group_layers, four.group_layers);
+}
+
 static void what_cannot_be_is_refused(void **state)
 {
     (void)state;
@@ -110,6 +158,10 @@ static void what_cannot_be_is_refused(void **state)
     assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_OK);
     assert_true(layout.pool_bytes / layout.block_bytes_all == layout.blocks);
     shape.layers = 0;
+    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_E_INVALID);
+    options = (pd_kv_layout_options){
+        .dtype = PD_F16, .block_tokens = 16, .memory_bytes = 1 << 20, .ranks = 2};
+    shape = shape_of(2, 3, 8);
     assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_E_INVALID);
 }
 
@@ -143,6 +195,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_byte_of_the_pool_belongs_to_one_place),
         cmocka_unit_test(a_block_and_a_heads_slice_are_contiguous_in_a_group),
+        cmocka_unit_test(a_ranks_part_is_a_run_of_runs),
+        cmocka_unit_test(ranks_are_no_matter_of_agreement),
         cmocka_unit_test(what_cannot_be_is_refused),
         cmocka_unit_test(the_fingerprint_is_the_layouts_and_not_the_pools),
     };

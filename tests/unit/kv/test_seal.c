@@ -93,6 +93,66 @@ static void every_valid_byte_counts_and_no_other(void **state)
     }
 }
 
+/* The same heads in pools of other splits: one seal a slice, whoever made it and by whatever. */
+static void a_slice_has_one_seal_whatever_the_split(void **state)
+{
+    enum { SLICES = 4, FROM = 1, TO = 3 };
+    static const uint32_t ranks[] = {1, 2, 4};
+
+    (void)state;
+    pd_model_shape shape = {.layers = 5, .kv_heads = 4, .head_dim = 40};
+    for (int r = 0; r < 3; r++) {
+        pd_kv_layout other;
+        pd_kv_layout_options options = {.dtype = PD_F16,
+                                        .block_tokens = 16,
+                                        .group_layers = 2,
+                                        .memory_bytes = 1 << 20,
+                                        .blocks_max = 7,
+                                        .ranks = ranks[r]};
+        assert_int_equal(pd_kv_layout_make(&shape, &options, &other), PD_OK);
+        unsigned char *bytes = pd_calloc(1, other.pool_bytes);
+        pd_seal_tiles *tiles = NULL;
+        assert_non_null(bytes);
+        assert_int_equal(pd_seal_tiles_create(&other, &tiles), PD_OK);
+        for (uint32_t group = 0; group < other.groups; group++) {
+            uint64_t seals[SLICES], theirs[SLICES];
+            pd_seal_place p = place();
+            p.group = group;
+            p.valid_tokens = 13;
+            for (uint32_t head = 0; head < 4; head++)
+                memcpy(bytes + pd_kv_layout_head_offset(&other, group, TO, head),
+                       pool + pd_kv_layout_head_offset(&layout, group, FROM, head),
+                       pd_kv_layout_head_bytes(&other, group));
+            pd_seal_of(&layout, pool, NULL, FROM, &p, SLICES, seals);
+            pd_seal_of(&other, bytes, NULL, TO, &p, SLICES, theirs);
+            assert_memory_equal(seals, theirs, sizeof seals);
+            assert_int_equal(pd_seal_check(&other, bytes, tiles, TO, &p, SLICES, seals), PD_OK);
+            for (uint32_t head = 0; head < 4; head++)
+                assert_int_equal(pd_seal_tiles_covered(tiles, 2 * group, TO, head), 13);
+            memset(theirs, 0, sizeof theirs);
+            pd_seal_of(&other, bytes, tiles, TO, &p, SLICES, theirs); /* by what was learnt */
+            assert_memory_equal(seals, theirs, sizeof seals);
+            for (uint32_t head = 0; head < 4; head++) { /* the slice that is wrong, no other */
+                pd_seal_item item = {
+                    .block = TO, .head_from = head, .head_to = head + 1, .place = p};
+                unsigned char *byte = bytes + pd_kv_layout_head_offset(&other, group, TO, head) + 3;
+                *byte ^= 4;
+                for (uint32_t at = 0; at < SLICES; at++) {
+                    uint32_t bad;
+                    item.head_from = at;
+                    item.head_to = at + 1;
+                    assert_int_equal(
+                        pd_seal_check_items(&other, bytes, NULL, &item, 1, &seals[at], &bad),
+                        at == head ? PD_E_MISMATCH : PD_OK);
+                }
+                *byte ^= 4;
+            }
+        }
+        pd_seal_tiles_destroy(tiles);
+        pd_free(bytes);
+    }
+}
+
 static void equal_halves_may_not_change_places(void **state)
 {
     (void)state;
@@ -509,6 +569,7 @@ int main(void)
         cmocka_unit_test(a_copy_in_another_block_has_the_same_seal),
         cmocka_unit_test(every_field_of_the_place_counts),
         cmocka_unit_test(every_valid_byte_counts_and_no_other),
+        cmocka_unit_test(a_slice_has_one_seal_whatever_the_split),
         cmocka_unit_test(equal_halves_may_not_change_places),
         cmocka_unit_test(slices_of_heads_add_up_and_match_a_workers_own_numbering),
         cmocka_unit_test(every_flipped_bit_is_found),

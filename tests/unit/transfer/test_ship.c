@@ -44,16 +44,26 @@ static pd_transfer *transfer_make(const char *transport, uint64_t pool_bytes)
     return transfer;
 }
 
-static pair *pair_make_with(const char *transport, const pd_shipper_options *limits, bool sealed)
+/* How a model of so many KV heads is split at either end. */
+typedef struct splits {
+    uint32_t kv_heads, ours, theirs;
+} splits;
+
+static pair *pair_make_with(const char *transport, const pd_shipper_options *limits,
+                            const splits *of, bool sealed)
 {
-    pd_model_shape shape = {.layers = 5, .kv_heads = 2, .head_dim = 64};
-    pd_kv_layout_options options = {
-        .dtype = PD_F16, .block_tokens = 16, .group_layers = 2, .memory_bytes = 24 << 20};
+    pd_model_shape shape = {.layers = 5, .kv_heads = of->kv_heads, .head_dim = 64};
+    pd_kv_layout_options options = {.dtype = PD_F16,
+                                    .block_tokens = 16,
+                                    .group_layers = 2,
+                                    .memory_bytes = 24 << 20,
+                                    .ranks = of->ours};
     pair *p = pd_calloc(1, sizeof *p);
     size_t bytes;
 
     assert_non_null(p);
     assert_int_equal(pd_kv_layout_make(&shape, &options, &p->ours), PD_OK);
+    options.ranks = of->theirs;
     options.memory_bytes += THEIR_BLOCKS_MORE * p->ours.block_bytes_all;
     assert_int_equal(pd_kv_layout_make(&shape, &options, &p->theirs), PD_OK);
     assert_int_equal(p->theirs.blocks, p->ours.blocks + THEIR_BLOCKS_MORE);
@@ -73,7 +83,11 @@ static pair *pair_make_with(const char *transport, const pd_shipper_options *lim
     assert_int_equal(pd_ship_create(&ship, &p->shipper), PD_OK);
     const void *address = pd_transfer_address(p->to, &bytes);
     assert_int_equal(pd_transfer_connect(p->from, address, bytes, 99, &p->peer), PD_OK);
-    pd_ship_open(p->shipper, p->peer, p->theirs.blocks, 99);
+    pd_kv_layout theirs = pd_kv_layout_of_peer(&p->ours, p->theirs.blocks, of->theirs);
+    assert_int_equal(theirs.pool_bytes, p->theirs.pool_bytes);
+    assert_int_equal(theirs.rank_bytes, p->theirs.rank_bytes);
+    assert_int_equal(theirs.rank_heads, p->theirs.rank_heads);
+    pd_ship_open(p->shipper, p->peer, &theirs, 99);
     for (int i = 0; i < 10000 && pd_transfer_poll(p->from, &event) != PD_OK; i++)
         usleep(1000);
     assert_int_equal(event.kind, PD_TRANSFER_CONNECTED);
@@ -82,12 +96,18 @@ static pair *pair_make_with(const char *transport, const pd_shipper_options *lim
 
 static pair *pair_make(const char *transport, const pd_shipper_options *limits)
 {
-    return pair_make_with(transport, limits, false);
+    return pair_make_with(transport, limits, &(splits){2, 1, 1}, false);
+}
+
+static pair *pair_make_split(const char *transport, const pd_shipper_options *limits,
+                             const splits *of)
+{
+    return pair_make_with(transport, limits, of, true);
 }
 
 static pair *pair_make_sealed(const char *transport, const pd_shipper_options *limits)
 {
-    return pair_make_with(transport, limits, true);
+    return pair_make_split(transport, limits, &(splits){2, 1, 1});
 }
 
 static void pair_end(pair *p)
@@ -99,8 +119,8 @@ static void pair_end(pair *p)
     assert_int_equal(pd_mem_live(), 0);
 }
 
-/* What lies in the receiver's pool at source's target is what the notice says. targets: of the
- * whole request. */
+/* What lies in the receiver's pool at source's target is what the notice says, each slice of it;
+ * how many are not. targets: of the whole request. */
 static uint32_t wrong_blocks(pair *p, const pd_notice *notice, const pd_block *targets)
 {
     uint32_t wrong = 0;
@@ -116,8 +136,13 @@ static uint32_t wrong_blocks(pair *p, const pd_notice *notice, const pd_block *t
                 .valid_tokens = i + 1 == notice->count ? notice->valid_tokens : 16,
                 .layout_fingerprint = pd_kv_layout_fingerprint(&p->theirs),
             };
-            wrong += pd_seal_verify(&p->theirs, pd_transfer_pool(p->to), targets[index], &place, 0,
-                                    2, notice->seals[g * notice->count + i]) != PD_OK;
+            uint32_t heads = p->theirs.kv_heads / notice->slices;
+            for (uint32_t slice = 0; slice < notice->slices; slice++)
+                wrong +=
+                    pd_seal_verify(
+                        &p->theirs, pd_transfer_pool(p->to), targets[index], &place, slice * heads,
+                        (slice + 1) * heads,
+                        notice->seals[(g * notice->count + i) * notice->slices + slice]) != PD_OK;
         }
     }
     return wrong;
@@ -230,6 +255,79 @@ static void every_block_lies_where_its_notice_says(void **state)
         }
         pair_end(p);
     }
+}
+
+/* Between pools of any two splits, in parts of any size. */
+static void blocks_arrive_whatever_the_splits(void **state)
+{
+    static const splits of[] = {{8, 2, 1}, {8, 1, 2}, {8, 2, 4}, {8, 4, 2}, {8, 1, 8},
+                                {8, 4, 4}, {6, 2, 3}, {6, 3, 2}, {12, 4, 6}};
+    static const uint64_t quanta[] = {1, 100 << 10, 1 << 20};
+    static pd_block sources[100], targets[100];
+
+    for (size_t n = 0; n < sizeof of / sizeof *of; n++) {
+        pair *p =
+            pair_make_split(*state, &(pd_shipper_options){.quantum_bytes = quanta[n % 3]}, &of[n]);
+        uint32_t count = n % 3 == 0 ? 7 : 100;
+        for (uint32_t i = 0; i < count; i++) {
+            sources[i] = i % 10 != 0 ? sources[i - 1] + 1 : 11 * i % p->ours.blocks / 2;
+            targets[i] = p->theirs.blocks - count + i;
+        }
+        pd_shipment s = shipment_of(p, 40, sources, targets, count);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+        until_sent(p, 1, targets);
+        assert_int_equal(p->last_sent.status, PD_OK);
+        assert_int_equal(p->last_sent.bytes, count * p->ours.block_bytes_all);
+        for (uint32_t i = 0; i < count; i++)
+            for (uint32_t g = 0; g < p->ours.groups; g++)
+                for (uint32_t head = 0; head < of[n].kv_heads; head++)
+                    assert_memory_equal(
+                        (char *)pd_transfer_pool(p->to) +
+                            pd_kv_layout_head_offset(&p->theirs, g, targets[i], head),
+                        (char *)pd_transfer_pool(p->from) +
+                            pd_kv_layout_head_offset(&p->ours, g, sources[i], head),
+                        pd_kv_layout_head_bytes(&p->ours, g));
+        pair_end(p);
+    }
+}
+
+/* A put for each run of blocks and each rank where the splits are the same; else one for each block
+ * and each run of heads that neither split cuts. */
+static void runs_are_merged_where_the_splits_agree(void **state)
+{
+    static const struct {
+        splits of;
+        uint32_t slices, puts; /* a group's: runs of 3 and 1 blocks */
+    } cases[] = {
+        {{8, 1, 1}, 1, 2},  {{8, 4, 4}, 4, 8},  {{8, 2, 4}, 4, 16},
+        {{8, 4, 1}, 4, 16}, {{6, 2, 3}, 6, 16}, {{8, 1, 2}, 2, 8},
+    };
+    pd_block sources[] = {4, 5, 6, 11}, targets[] = {1, 2, 3, 9};
+
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        pair *p = pair_make_split(*state, &(pd_shipper_options){0}, &cases[n].of);
+        pd_shipment s = shipment_of(p, 5, sources, targets, 4);
+        assert_int_equal(pd_ship_slices(&p->ours, &p->theirs), cases[n].slices);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+        until_sent(p, 1, targets);
+        assert_int_equal(pd_ship_read_stats(p->shipper).puts, cases[n].puts * p->ours.groups);
+        pair_end(p);
+    }
+}
+
+static void splits_that_cut_a_head_are_none(void **state)
+{
+    pd_kv_layout ours = {.kv_heads = 12, .ranks = 4}, theirs = {.kv_heads = 12, .ranks = 6};
+
+    (void)state;
+    assert_int_equal(pd_ship_slices(&ours, &theirs), 12);
+    ours.ranks = theirs.ranks = 4;
+    assert_int_equal(pd_ship_slices(&ours, &theirs), 4);
+    theirs.ranks = 8; /* whatever its address says */
+    assert_int_equal(pd_ship_slices(&ours, &theirs), 0);
+    ours = (pd_kv_layout){.kv_heads = 63 * 64, .ranks = 64};
+    theirs = (pd_kv_layout){.kv_heads = 63 * 64, .ranks = 63};
+    assert_int_equal(pd_ship_slices(&ours, &theirs), 0);
 }
 
 static void a_small_shipment_has_one_notice(void **state)
@@ -425,7 +523,7 @@ static void closing_a_link_ends_what_waits_before_it_is_closed(void **state)
     assert_true(closed);
     assert_int_equal(p->sent, 6);
     /* its place can be taken anew */
-    pd_ship_open(p->shipper, p->peer, 1, 100);
+    pd_ship_open(p->shipper, p->peer, &p->theirs, 100);
     pair_end(p);
 }
 
@@ -459,8 +557,8 @@ static void what_cannot_be_carried_is_refused(void **state)
     pair_end(p);
 }
 
-/* Each fault is what a receiver can find, and only in the block that was logged. */
-static void faults_on_purpose_can_be_found(void **state)
+/* Each fault is what a receiver can find, and only in the slice of the block that was logged. */
+static void check_faults(const char *transport, const splits *of)
 {
     static const char *const texts[] = {"bit:1",     "other:1", "epoch:1",
                                         "missing:1", "count:1", "notice:1"};
@@ -469,7 +567,7 @@ static void faults_on_purpose_can_be_found(void **state)
     for (uint32_t kind = 1; kind < PD_SHIP_FAULTS; kind++) {
         pd_shipper_options options = {0};
         assert_int_equal(pd_ship_faults_parse(texts[kind - 1], &options.faults), PD_OK);
-        pair *p = pair_make_sealed(*state, &options);
+        pair *p = pair_make_split(transport, &options, of);
         pd_shipment s = shipment_of(p, 5, sources, targets, 4);
         assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
         pd_ship_pump(p->shipper);
@@ -493,6 +591,14 @@ static void faults_on_purpose_can_be_found(void **state)
         assert_int_equal(p->last_sent.status, PD_OK);
         pair_end(p);
     }
+}
+
+static void faults_on_purpose_can_be_found(void **state)
+{
+    static const splits of[] = {{2, 1, 1}, {8, 4, 4}, {8, 2, 4}, {6, 2, 3}, {6, 3, 1}};
+
+    for (size_t n = 0; n < sizeof of / sizeof *of; n++)
+        check_faults(*state, &of[n]);
     pd_ship_faults faults;
     assert_int_equal(pd_ship_faults_parse("bit", &faults), PD_E_INVALID);
     assert_int_equal(pd_ship_faults_parse("bit:0", &faults), PD_E_INVALID);
@@ -519,6 +625,8 @@ int main(void)
     cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
     const struct CMUnitTest tests[] = {
         BOTH(every_block_lies_where_its_notice_says),
+        BOTH(blocks_arrive_whatever_the_splits),
+        BOTH(runs_are_merged_where_the_splits_agree),
         BOTH(a_small_shipment_has_one_notice),
         BOTH(a_long_shipment_does_not_hold_up_a_short_one),
         BOTH(a_short_shipment_waits_for_the_credit_at_most),
@@ -527,6 +635,7 @@ int main(void)
         BOTH(closing_a_link_ends_what_waits_before_it_is_closed),
         BOTH(what_cannot_be_carried_is_refused),
         BOTH(faults_on_purpose_can_be_found),
+        cmocka_unit_test(splits_that_cut_a_head_are_none),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

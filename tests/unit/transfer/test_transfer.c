@@ -57,12 +57,25 @@ static answer check_claims(const unsigned char *pool)
     return a;
 }
 
-/* Memory for a pool that no transfer made. */
-static void *outside_memory(void)
+/* Memory for a pool that no transfer made; shared: that peers can map. */
+static void *outside_memory(bool shared)
 {
-    void *memory = mmap(NULL, pd_transfer_pool_room(POOL_BYTES), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    size_t bytes = pd_transfer_pool_room(POOL_BYTES);
+    int fd = shared ? memfd_create("pool", MFD_CLOEXEC) : -1;
+    if (shared && (fd < 0 || ftruncate(fd, (off_t)bytes) != 0))
+        return NULL;
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd, 0);
     return memory == MAP_FAILED ? NULL : memory;
+}
+
+/* "shared" is shm between pools that their owners gave. */
+static void read_transport(pd_transfer_options *options)
+{
+    if (strcmp(options->transport, "shared") != 0)
+        return;
+    options->transport = "shm";
+    options->pool = outside_memory(true);
 }
 
 static int receiver_main(const char *transport, int in, int out, bool outside)
@@ -71,8 +84,9 @@ static int receiver_main(const char *transport, int in, int out, bool outside)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     pd_transfer_options options = {
         .backend = "ucx", .transport = transport, .pool_bytes = POOL_BYTES, .peers_max = 2};
+    read_transport(&options);
     if (outside)
-        options.pool = outside_memory();
+        options.pool = outside_memory(false);
     pd_transfer *transfer = NULL;
     if (pd_transfer_create(&options, &transfer) != PD_OK)
         return 2;
@@ -117,6 +131,7 @@ static int sender_main(const char *transport, int in, int out, uint32_t empty)
     pd_transfer *transfer = NULL;
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
     ssize_t bytes = read(in, address, sizeof address);
+    read_transport(&options);
     pd_peer peer;
     if (bytes <= 0 || pd_transfer_create(&options, &transfer) != PD_OK ||
         pd_transfer_connect(transfer, address, (size_t)bytes, 0, &peer) != PD_OK)
@@ -229,6 +244,7 @@ static pd_transfer *sender_create(const char *transport, uint32_t stall_ms)
                                    .peers_max = 3,
                                    .stall_ms = stall_ms};
     pd_transfer *transfer = NULL;
+    read_transport(&options);
     assert_int_equal(pd_transfer_create(&options, &transfer), PD_OK);
     return transfer;
 }
@@ -344,7 +360,7 @@ static void outside_host_memory_carries_as_well(void **state)
         pd_transfer_options options = {.backend = "ucx",
                                        .transport = transport_of(state),
                                        .pool_bytes = POOL_BYTES,
-                                       .pool = pairs[i].outside ? outside_memory() : NULL,
+                                       .pool = pairs[i].outside ? outside_memory(false) : NULL,
                                        .peers_max = 3};
         pd_transfer *transfer = NULL;
         assert_int_equal(pd_transfer_create(&options, &transfer), PD_OK);
@@ -367,7 +383,7 @@ static void memory_of_a_gpu_is_refused_where_it_cannot_be_carried(void **state)
     pd_transfer_options options = {.backend = "ucx",
                                    .transport = "tcp",
                                    .pool_bytes = POOL_BYTES,
-                                   .pool = outside_memory(),
+                                   .pool = outside_memory(false),
                                    .pool_kind = PD_MEMORY_CUDA,
                                    .peers_max = 3};
     pd_transfer *transfer = NULL;
@@ -786,6 +802,13 @@ static int nothing_is_left(void **state)
 #test "/tcp", test, NULL, NULL, "tcp"                                                      \
     }
 
+/* and between pools that were given and can be mapped */
+#define ALL(test)                                                                                  \
+    BOTH(test),                                                                                    \
+    {                                                                                              \
+#test "/shared", test, NULL, NULL, "shared"                                                \
+    }
+
 int main(int argc, char **argv)
 {
     if (argc == 4 && strcmp(argv[0], "receiver") == 0)
@@ -799,23 +822,23 @@ int main(int argc, char **argv)
     signal(SIGPIPE, SIG_IGN);
     cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
     const struct CMUnitTest tests[] = {
-        BOTH(all_bytes_are_there_when_the_notice_arrives),
+        ALL(all_bytes_are_there_when_the_notice_arrives),
         {"all_bytes_are_there_when_the_notice_arrives/auto",
          all_bytes_are_there_when_the_notice_arrives, NULL, NULL, "auto"},
         BOTH(outside_host_memory_carries_as_well),
         cmocka_unit_test(memory_of_a_gpu_is_refused_where_it_cannot_be_carried),
         BOTH(notices_of_any_length_arrive_in_order),
-        BOTH(a_connection_works_after_idling),
-        BOTH(a_killed_peer_is_noticed_and_its_successor_works),
-        BOTH(a_receiver_outlives_its_senders),
-        BOTH(no_death_of_a_sender_hurts_its_receiver),
+        ALL(a_connection_works_after_idling),
+        ALL(a_killed_peer_is_noticed_and_its_successor_works),
+        ALL(a_receiver_outlives_its_senders),
+        ALL(no_death_of_a_sender_hurts_its_receiver),
         {"a_fenced_sender_changes_no_byte_any_more/tcp", a_fenced_sender_changes_no_byte_any_more,
          NULL, NULL, "tcp"},
-        BOTH(connecting_to_a_dead_peer_fails_in_time),
-        BOTH(closing_fails_everything_under_way_at_once),
+        ALL(connecting_to_a_dead_peer_fails_in_time),
+        ALL(closing_fails_everything_under_way_at_once),
         {"a_peer_that_hangs_is_given_up_in_time/tcp", a_peer_that_hangs_is_given_up_in_time, NULL,
          NULL, "tcp"},
-        BOTH(no_put_leaves_the_pools),
+        ALL(no_put_leaves_the_pools),
         BOTH(addresses_that_are_none_are_refused),
         BOTH(a_peer_on_another_transport_is_told_apart),
         cmocka_unit_test(what_cannot_be_made_is_refused_without_a_trace),

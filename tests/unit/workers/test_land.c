@@ -33,8 +33,12 @@ static void on_send(void *ctx, uint64_t router, const pd_message *message)
 static void begin(bench *b, uint32_t groups)
 {
     *b = (bench){.options = {.name = "decode-0", .incarnation = RECEIVER}};
-    b->options.layout =
-        (pd_kv_layout){.block_tokens = BLOCK_TOKENS, .groups = groups, .blocks = 8, .kv_heads = 1};
+    b->options.layout = (pd_kv_layout){.block_tokens = BLOCK_TOKENS,
+                                       .groups = groups,
+                                       .blocks = 8,
+                                       .kv_heads = 1,
+                                       .ranks = 1,
+                                       .rank_heads = 1};
     b->sink = (pd_role_sink){.ctx = b, .send = on_send};
     pd_lander_init(&b->lander, &b->options, &b->sink);
     const pd_msg_peer sender = {.name = "prefill-0", .incarnation = SENDER};

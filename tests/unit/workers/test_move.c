@@ -450,7 +450,7 @@ static void ask_shipment(cluster *c, job *j, const pd_msg_lease_reply *reply)
     pd_message message = {.kind = PD_MSG_SHIP_REQUEST};
     pd_msg_ship_request *asked = &message.ship_request;
     unsigned char bytes[PD_WORKER_ADDRESS_BYTES_MAX];
-    pd_worker_address address = {.blocks = 1, .transfer = &j->at, .transfer_len = 4};
+    pd_worker_address address = {.blocks = 1, .ranks = 1, .transfer = &j->at, .transfer_len = 4};
 
     asked->key = j->key;
     asked->source_epoch = j->key.epoch - 1;
@@ -631,6 +631,8 @@ static void make_worker(cluster *c, uint32_t at, uint32_t blocks, uint32_t batch
                                    .lost_after_ns = PD_NS_PER_S};
     w->options.layout = (pd_kv_layout){.layers = GROUPS,
                                        .kv_heads = 1,
+                                       .ranks = 1,
+                                       .rank_heads = 1,
                                        .head_dim = 1,
                                        .block_tokens = BLOCK_TOKENS,
                                        .group_layers = 1,

@@ -163,6 +163,7 @@ static void the_first_mismatch_is_named(void **state)
         assert_int_equal(checked.bad_group,
                          s.check.group_first + bad / s.check.slices / s.check.count);
         assert_int_equal(checked.bad_block, s.check.first + bad / s.check.slices % s.check.count);
+        assert_int_equal(checked.bad_slice, bad % s.check.slices);
     }
     pd_verifier_destroy(verifier);
 }

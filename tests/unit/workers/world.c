@@ -447,6 +447,8 @@ static void make_worker(world *w, world_worker *worker, const pd_role_ops *ops, 
         };
         worker->options.layout = (pd_kv_layout){.layers = 3,
                                                 .kv_heads = 1,
+                                                .ranks = 1,
+                                                .rank_heads = 1,
                                                 .head_dim = 1,
                                                 .block_tokens = WORLD_BLOCK_TOKENS,
                                                 .group_layers = 1,

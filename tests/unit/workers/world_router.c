@@ -373,6 +373,7 @@ void world_say_peer_up(world *w)
     pd_message message = {.kind = PD_MSG_PEER_UP};
     unsigned char bytes[PD_WORKER_ADDRESS_BYTES_MAX];
     pd_worker_address address = {.blocks = w->decode.options.layout.blocks,
+                                 .ranks = 1,
                                  .transfer = &w->decode.options.incarnation,
                                  .transfer_len = 8};
 

@@ -1,0 +1,45 @@
+#pragma once
+
+/* kernels/comm.h - what the ranks of a tensor-parallel worker on one host share: memory, and a
+ * barrier.
+ *
+ * Each rank is a process with the same zeroed memory mapped. All create a comm over it and take
+ * parts of it in the same order, so that what one calls its n-th part is everybody's. A barrier
+ * waits for all of them; what each wrote to shared memory before is seen by all after.
+ *
+ * One thread of a process at a time. Rank 0 watches the others: when one of them has ended, its
+ * barriers fail. Ranks above 0 wait without end; their owner ends them when rank 0 is gone. */
+
+#include "common/base/status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define KERN_RANKS_MAX 64
+
+typedef struct kern_comm kern_comm;
+
+typedef struct kern_comm_options {
+    uint32_t rank, ranks; /* ranks: 2 .. KERN_RANKS_MAX */
+    void *memory; /* [bytes], 64-byte aligned, zeroed before the first rank comes; borrowed */
+    uint64_t bytes;
+    const int *pidfds; /* rank 0: [ranks - 1], of ranks 1 ..; copied. NULL: nobody is watched */
+} kern_comm_options;
+
+/* Errors: PD_E_NOMEM. */
+PD_CHECKED pd_status kern_comm_create(const kern_comm_options *options, kern_comm **comm_out);
+void kern_comm_destroy(kern_comm *comm); /* NULL is fine */
+
+uint32_t kern_comm_rank(const kern_comm *comm);
+uint32_t kern_comm_ranks(const kern_comm *comm);
+
+/* The next bytes of the shared memory, 64-byte aligned; they must be there (pd_assert). */
+void *kern_comm_take(kern_comm *comm, uint64_t bytes);
+/* What takes of such sizes need of the memory in all, the comm's own included: each rounded up. */
+uint64_t kern_comm_round(uint64_t bytes);
+uint64_t kern_comm_own_bytes(void);
+
+/* True: all ranks are here. False, from then on: a rank is gone, or kern_comm_end was called. */
+bool kern_comm_barrier(kern_comm *comm);
+/* No barrier succeeds any more, at any rank: those that wait return. Any thread. */
+void kern_comm_end(kern_comm *comm);

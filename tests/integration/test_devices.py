@@ -1,0 +1,97 @@
+"""`device:` of a deployment: workers on a plugin serve as those on the host do, and one that cannot
+be had ends `kvferry up` with the reason."""
+
+import os
+import time
+
+import pytest
+
+import cluster as cl
+
+PLUGINS = os.path.join(cl.BUILD, "tests", "unit", "kernels", "plugins")
+PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea, there lived " * 20]
+
+
+def install(monkeypatch, folder, name):
+    """That test plugin is kv_cuda.so for whatever is started from here."""
+    os.symlink(os.path.join(PLUGINS, f"kv_cuda_{name}.so"), folder / "kv_cuda.so")
+    monkeypatch.setenv("KVFERRY_PLUGINS", str(folder))
+
+
+@pytest.mark.parametrize("prefill, decode", [("cuda", "cuda:1"), ("cpu", "auto"), ("cuda", "cpu")])
+def test_workers_on_a_plugin_serve_as_the_hosts_do(plain, monkeypatch, tmp_path, prefill, decode):
+    """The plugin computes on the host, in a pool that it allocates: all else is what a GPU's goes through."""
+    expected = [plain.complete(prompt, 24, ignore_eos=True).token_ids for prompt in PROMPTS]
+    install(monkeypatch, tmp_path, "works")
+    with cl.Cluster(prefill={"device": prefill}, decode={"device": decode}) as one:
+        for prompt, tokens in zip(PROMPTS, expected):
+            assert one.complete(prompt, 24, ignore_eos=True).token_ids == tokens
+        status, out, err = one.kvferry("status", "-f", one.file)
+        assert status == 0, err
+        for name, device in (("prefill-0", prefill), ("decode-0", decode)):
+            line = next(line for line in out.splitlines() if line.startswith(name))
+            assert ("cpu-" in line) == (device == "cpu"), line
+            assert ("cuda the host in disguise" in line) == (device != "cpu"), line
+        assert one.metric("kvferry_seal_failures_total") == 0 and one.metric("kvferry_refetches_total") == 0
+        for path, text in one.logs().items():
+            assert "cannot be mapped" not in text and "transfers within this host are slow" not in text, path
+
+
+def once(condition, act):
+    """For a stream's hang_up: does that when the condition is first true, and never hangs up."""
+    done = []
+
+    def look(tokens):
+        if not done and condition(tokens):
+            done.append(True)
+            act()
+        return False
+
+    return look
+
+
+def test_a_device_that_fails_for_good_ends_its_worker_and_costs_no_token(plain, monkeypatch, tmp_path):
+    prompt, count = PROMPTS[1], cl.scaled(200)
+    expected = plain.complete(prompt, count, ignore_eos=True).token_ids
+    broken = tmp_path / "broken"
+    monkeypatch.setenv("KVFERRY_TEST_BREAK", str(broken))
+    install(monkeypatch, tmp_path, "works")
+    with cl.Cluster(workers=3, ratio="1:2", prefill={"device": "cuda"}, decode={"device": "cuda"}) as one:
+        before = {worker["name"]: worker["incarnation"] for worker in one.workers()}
+        answer = one.stream(prompt, count, hang_up=once(lambda tokens: tokens > 20, broken.touch), ignore_eos=True)
+        assert answer.error is None and answer.token_ids == expected
+        assert not broken.exists()
+        ended = [text for text in one.logs().values() if "an illegal memory access was encountered" in text]
+        assert len(ended) == 1 and "the device failed: this worker ends" in ended[0]
+        cl.wait_until(lambda: len(one.workers()) == 3 and all(w["state"] == "ready" for w in one.workers()), 30, one.workers)
+        assert len([w for w in one.workers() if w["incarnation"] != before[w["name"]]]) == 1
+
+
+@pytest.mark.parametrize(
+    "name, device, why",
+    [
+        (None, "cuda", "no kv_cuda.so in KVFERRY_PLUGINS="),
+        (None, "cuda-emu:3", "no kv_cuda_emu.so in KVFERRY_PLUGINS="),
+        ("old", "cuda", "was built for another kvferry: ABI"),
+        ("nameless", "cuda", "it has no symbol kern_backend_plugin"),
+        ("refused", "cuda:1", "device 1: CUDA driver version is insufficient"),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_told_at_once(monkeypatch, tmp_path, name, device, why):
+    if name is None:
+        monkeypatch.setenv("KVFERRY_PLUGINS", str(tmp_path))
+    else:
+        install(monkeypatch, tmp_path, name)
+    folder = cl.Folder(prefill={"device": device})
+    try:
+        status, _, _ = folder.kvferry("check", "-f", folder.file)
+        assert status == 0  # nothing is wrong with the file
+        started = time.monotonic()
+        status, _, err = folder.kvferry("up", "-f", folder.file, "--detach")
+        assert status == 1
+        assert time.monotonic() - started < 20 * cl.SLOW
+        lines = [line for line in err.splitlines() if why in line]
+        assert len(lines) == 1 and "prefill-0 ended" in lines[0] and f"device={device}" in lines[0], err
+        folder.assert_no_process()
+    finally:
+        folder.remove()

@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Writes a small random llama as a GGUF file: for tests that need more KV heads than a small real model has.
+
+    tests/tools/make_model.py --tokenizer models/MODEL.gguf --out FILE [--seed N] [--layers N] ...
+
+The tokenizer and chat template are those of another GGUF file, byte for byte, so that the whole of a
+cluster runs with it. Matrices are in the formats there are kernels for: Q8_0 (embedding, query, key,
+value), Q4_1 (attention output, down) and Q4_0 (gate, up). The same options give the same bytes. What
+it says is nonsense, but no constant: weights are as large as a trained model's.
+"""
+
+import argparse
+import random
+import struct
+
+F32, Q4_0, Q4_1, Q8_0 = 0, 2, 3, 8
+BLOCK = 32
+QUANT_BYTES = {Q4_0: 16, Q4_1: 16, Q8_0: 32}
+ALIGN = 32
+SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+U32, STRING, ARRAY, REAL = 4, 8, 9, 6
+
+
+def string(text):
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+class Reader:
+    def __init__(self, data):
+        self.data, self.at = data, 0
+
+    def number(self, form):
+        (value,) = struct.unpack_from("<" + form, self.data, self.at)
+        self.at += struct.calcsize("<" + form)
+        return value
+
+    def skip(self, kind):
+        if kind == STRING:
+            length = self.number("Q")
+            self.at += length
+        elif kind == ARRAY:
+            inner, count = self.number("I"), self.number("Q")
+            if inner in SCALAR_BYTES:
+                self.at += count * SCALAR_BYTES[inner]
+            else:
+                for _ in range(count):
+                    self.skip(inner)
+        else:
+            self.at += SCALAR_BYTES[kind]
+
+
+def tokenizer_keys(path):
+    """The raw key-value pairs of a model's tokenizer, and how many tokens it has."""
+    with open(path, "rb") as file:
+        reader = Reader(file.read())
+    if reader.data[:4] != b"GGUF" or struct.unpack_from("<I", reader.data, 4)[0] not in (2, 3):
+        raise SystemExit(f"make_model: {path} is no GGUF file of version 2 or 3")
+    reader.at = 8
+    _, count = reader.number("Q"), reader.number("Q")
+    pairs, vocab = [], 0
+    for _ in range(count):
+        start = reader.at
+        length = reader.number("Q")
+        name = reader.data[reader.at : reader.at + length].decode()
+        reader.at += length
+        kind = reader.number("I")
+        if name == "tokenizer.ggml.tokens":
+            vocab = struct.unpack_from("<Q", reader.data, reader.at + 4)[0]
+        reader.skip(kind)
+        if name.startswith("tokenizer."):
+            pairs.append(reader.data[start : reader.at])
+    if vocab == 0:
+        raise SystemExit(f"make_model: {path} has no tokenizer")
+    return pairs, vocab
+
+
+def matrix(rng, kind, rows, cols):
+    """Random blocks, weights of standard deviation about 1 / sqrt(cols), a scale of its own each."""
+    size = QUANT_BYTES[kind]
+    spread = 73.9 if kind == Q8_0 else 4.6  # of a uniform int8, of a uniform nibble
+    scales = []
+    for step in range(64):
+        scale = (0.5 + step / 64) / spread / cols**0.5
+        head = struct.pack("<e", scale)
+        if kind == Q4_1:  # the quants are 0 .. 15: about as much below zero as above
+            head += struct.pack("<e", -7.5 * scale)
+        scales.append(head)
+    blocks = rows * cols // BLOCK
+    quants, choices = rng.randbytes(blocks * size), rng.randbytes(blocks)
+    return b"".join(scales[choices[i] & 63] + quants[i * size : (i + 1) * size] for i in range(blocks))
+
+
+def norm(rng, count):
+    return struct.pack(f"<{count}f", *(0.75 + 0.5 * rng.random() for _ in range(count)))
+
+
+def tensors(o, vocab):
+    """(name, format, columns, rows) in the order they are written."""
+    q, kv = o.heads * o.head_dim, o.kv_heads * o.head_dim
+    yield "token_embd.weight", Q8_0, o.hidden, vocab
+    for layer in range(o.layers):
+        for name, kind, cols, rows in (
+            ("attn_norm", F32, o.hidden, 1),
+            ("attn_q", Q8_0, o.hidden, q),
+            ("attn_k", Q8_0, o.hidden, kv),
+            ("attn_v", Q8_0, o.hidden, kv),
+            ("attn_output", Q4_1, q, o.hidden),
+            ("ffn_norm", F32, o.hidden, 1),
+            ("ffn_gate", Q4_0, o.hidden, o.ffn),
+            ("ffn_up", Q4_0, o.hidden, o.ffn),
+            ("ffn_down", Q4_1, o.ffn, o.hidden),
+        ):
+            yield f"blk.{layer}.{name}.weight", kind, cols, rows
+    yield "output_norm.weight", F32, o.hidden, 1
+
+
+def write(o):
+    pairs, vocab = tokenizer_keys(o.tokenizer)
+    rng = random.Random(o.seed)
+
+    def add(name, kind, form, value):
+        pairs.append(string(name) + struct.pack("<I" + form, kind, value))
+
+    pairs.append(string("general.architecture") + struct.pack("<I", STRING) + string("llama"))
+    pairs.append(string("general.name") + struct.pack("<I", STRING) + string(f"random-{o.kv_heads}-{o.seed}"))
+    for name, value in (
+        ("block_count", o.layers),
+        ("embedding_length", o.hidden),
+        ("feed_forward_length", o.ffn),
+        ("context_length", o.context),
+        ("attention.head_count", o.heads),
+        ("attention.head_count_kv", o.kv_heads),
+        ("attention.key_length", o.head_dim),
+        ("attention.value_length", o.head_dim),
+        ("rope.dimension_count", o.head_dim),
+        ("vocab_size", vocab),
+    ):
+        add("llama." + name, U32, "I", value)
+    add("llama.rope.freq_base", REAL, "f", 10000.0)
+    add("llama.attention.layer_norm_rms_epsilon", REAL, "f", 1e-5)
+    infos, data = [], []
+    at = 0
+    for name, kind, cols, rows in tensors(o, vocab):
+        bytes_ = norm(rng, cols) if kind == F32 else matrix(rng, kind, rows, cols)
+        dims = (cols,) if kind == F32 else (cols, rows)
+        infos.append(string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, at))
+        pad = -len(bytes_) % ALIGN
+        data += [bytes_, bytes(pad)]
+        at += len(bytes_) + pad
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(pairs)) + b"".join(pairs) + b"".join(infos)
+    with open(o.out, "wb") as file:
+        file.write(head + bytes(-len(head) % ALIGN))
+        file.writelines(data)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", required=True, help="a GGUF file to take the tokenizer from")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--ffn", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--context", type=int, default=2048)
+    o = parser.parse_args()
+    if o.hidden % BLOCK or o.ffn % BLOCK or o.heads * o.head_dim % BLOCK:
+        parser.error("hidden, ffn and heads times head-dim are multiples of 32")
+    if o.heads % o.kv_heads:
+        parser.error("kv-heads divides heads")
+    write(o)
+
+
+if __name__ == "__main__":
+    main()

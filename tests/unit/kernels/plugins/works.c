@@ -1,0 +1,140 @@
+/* A backend that works as a GPU's does, seen from outside: its own copies of common's modules, a
+ * pool that only it can allocate, two devices. It computes with the host's. */
+
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "kernels/model/host.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static int probe(uint32_t device, char *reason, size_t reason_size)
+{
+    snprintf(reason, reason_size, "device %u of 2", device);
+    return device < 2 ? 100 : 0;
+}
+
+static void attach(const char *service, pd_log_level level)
+{
+    pd_log_init(service, level);
+    pd_log_info("msg=\"attached\"");
+}
+
+static pd_status create(const pd_model_file *file, const kern_backend_options *options,
+                        kern_loaded **model_out)
+{
+    kern_backend_options host = *options;
+
+    host.device = 0;
+    return kern_backend_host.create(file, &host, model_out);
+}
+
+static const char *describe(const kern_loaded *model)
+{
+    (void)model;
+    return "cuda the host in disguise";
+}
+
+static void destroy(kern_loaded *model)
+{
+    kern_backend_host.destroy(model);
+}
+
+static uint64_t bytes(const kern_loaded *model)
+{
+    return kern_backend_host.bytes(model);
+}
+
+/* The device fails for good at the next step once there is a file KVFERRY_TEST_BREAK. */
+static atomic_bool is_broken;
+
+static const char *broken(const kern_loaded *model)
+{
+    (void)model;
+    return atomic_load(&is_broken) ? "an illegal memory access was encountered" : NULL;
+}
+
+/* Shared memory, so that other workers can map it. Its size and file lie in a page before it. */
+enum { PAGE = 4096 };
+typedef struct pool_head {
+    uint64_t bytes;
+    int fd;
+} pool_head;
+
+static pd_status pool_alloc(kern_loaded *model, uint64_t pool_bytes, void **pool_out)
+{
+    pool_head head = {.bytes = pool_bytes + PAGE, .fd = memfd_create("pool", MFD_CLOEXEC)};
+    char *memory = MAP_FAILED;
+
+    (void)model;
+    if (head.fd >= 0 && ftruncate(head.fd, (off_t)head.bytes) == 0)
+        memory = mmap(NULL, head.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, head.fd, 0);
+    if (memory == MAP_FAILED) {
+        close(head.fd);
+        return PD_E_NOMEM;
+    }
+    memcpy(memory, &head, sizeof head);
+    *pool_out = memory + PAGE;
+    return PD_OK;
+}
+
+static void pool_free(kern_loaded *model, void *pool)
+{
+    pool_head head;
+
+    (void)model;
+    memcpy(&head, (char *)pool - PAGE, sizeof head);
+    munmap((char *)pool - PAGE, head.bytes);
+    close(head.fd);
+}
+
+static pd_status bind(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals)
+{
+    return kern_backend_host.bind(model, layout, pool, seals);
+}
+
+static pd_status step(kern_loaded *model, const kern_backend_step *what)
+{
+    const char *path = getenv("KVFERRY_TEST_BREAK");
+
+    if (path != NULL && unlink(path) == 0)
+        atomic_store(&is_broken, true);
+    return atomic_load(&is_broken) ? PD_E_INTERNAL : kern_backend_host.step(model, what);
+}
+
+static pd_status seal(kern_loaded *model, const pd_seal_item *items, uint32_t count,
+                      uint64_t *seals_out)
+{
+    return kern_backend_host.seal(model, items, count, seals_out);
+}
+
+static pd_status check(kern_loaded *model, const pd_seal_item *items, uint32_t count,
+                       const uint64_t *seals, uint32_t *bad_out)
+{
+    return kern_backend_host.check(model, items, count, seals, bad_out);
+}
+
+const kern_backend kern_backend_plugin = {
+    .abi = KERN_BACKEND_ABI,
+    .struct_bytes = sizeof(kern_backend),
+    .name = "cuda",
+    .pool_kind = PD_MEMORY_HOST,
+    .pool_own = true,
+    .probe = probe,
+    .attach = attach,
+    .create = create,
+    .destroy = destroy,
+    .describe = describe,
+    .bytes = bytes,
+    .broken = broken,
+    .pool_alloc = pool_alloc,
+    .pool_free = pool_free,
+    .bind = bind,
+    .step = step,
+    .seal = seal,
+    .check = check,
+};
