@@ -173,8 +173,8 @@ pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
     args.qkv_stride = (heads + 2 * (uint64_t)kv->kv_heads) * head_dim;
     args.heads = heads;
     args.heads_each = heads / kv->kv_heads;
-    args.head_blocks =
-        decode ? (args.heads_each + 15) / 16 : attention_prefill_blocks(head_dim, args.heads_each);
+    args.head_blocks = decode ? attention_decode_blocks(head_dim, args.heads_each)
+                              : attention_prefill_blocks(head_dim, args.heads_each);
     args.heads_in_block = (args.heads_each + args.head_blocks - 1) / args.head_blocks;
     args.position = step->position;
     args.table = step->table;

@@ -18,12 +18,14 @@
  *
  * Numbers. K and V are the pool's f16, exactly. A query head (times scale) is brought to
  * [2^14, 2^15) by a power of two and split into two f16, high + low: 22 bits of each element, or
- * 2^-40 of the largest. Probabilities, at most 1, are scaled by 2^14 and split likewise. Both parts
- * are multiplied: twice the mma, f32 sums.
+ * 2^-40 of the largest. Probabilities, at most 1, are scaled by 2^14 and split likewise.
  *
- * Fragments (PTX ISA, mma.m16n8k16), with quad = lane / 4 and pair = lane % 4: C holds rows quad
- * and quad + 8, columns 2 * pair and + 1. Rows are query heads (and tokens), columns positions,
- * then head dimensions. The C of two neighbouring score tiles is the A of the product with V. */
+ * Fragments (PTX ISA, mma.m16n8k16), with quad = lane / 4 and pair = lane % 4. The 16 rows of an
+ * mma are 8 rows of ours, a group: rows 0 to 7 their high parts, 8 to 15 their low parts. So a lane
+ * holds of row quad, columns 2 * pair and + 1, the sums of both parts, and adds them. For up to 8
+ * query heads the low parts cost no mma. Columns are positions, then head dimensions; the sums of
+ * two neighbouring tiles of scores are, split, the A of the product with V.
+ */
 
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/words.h"
@@ -61,7 +63,8 @@ pd_status attention_decode(gpu_stream *stream, const attention_args *args, uint3
                            uint32_t kv_heads, uint32_t rows);
 pd_status attention_prefill(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
                             uint32_t kv_heads, uint32_t tiles);
-/* Blocks over which prefill spreads a KV head's query heads. */
+/* Blocks over which a KV head's query heads are spread. */
+uint32_t attention_decode_blocks(uint32_t head_dim, uint32_t heads_each);
 uint32_t attention_prefill_blocks(uint32_t head_dim, uint32_t heads_each);
 
 /* Chunks lie in shared memory as [16 positions][head_dim] f16, rows an odd number of 16-byte units
@@ -133,14 +136,13 @@ CU_DEVICE float attention_quad_sum(float value)
     return value + cu_shuffle_xor(CU_ALL, value, 2);
 }
 
-/* A lane's pair of a query head: step of 16 columns, the upper 8 of them or not. NULL: zeros. */
-CU_DEVICE float2 attention_query_pair(const float *row, uint32_t step, uint32_t upper, float scale,
-                                      uint32_t lane)
+/* A lane's pair of a query head, of the i-th 8 columns. NULL: zeros. */
+CU_DEVICE float2 attention_query_pair(const float *row, uint32_t i, float scale, uint32_t lane)
 {
     float2 pair = {0, 0};
 
     if (row != NULL)
-        pair = cu_load<float2>(row + step * 16 + upper * 8 + lane % 4 * 2);
+        pair = cu_load<float2>(row + i * 8 + lane % 4 * 2);
     pair.x *= scale;
     pair.y *= scale;
     return pair;
@@ -156,7 +158,7 @@ CU_DEVICE float attention_query_multiplier(const float *row, float scale, uint32
 
 #pragma unroll
     for (uint32_t i = 0; i < D / 8; i++) {
-        float2 pair = attention_query_pair(row, i / 2, i % 2, scale, lane);
+        float2 pair = attention_query_pair(row, i, scale, lane);
         largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
     }
     uint32_t power = cu_bits(attention_quad_max(largest)) >> 23;
@@ -166,16 +168,14 @@ CU_DEVICE float attention_query_multiplier(const float *row, float scale, uint32
     return cu_float(up << 23);
 }
 
-/* A step's A fragments. rows, multiplier: of rows quad and quad + 8. */
-CU_DEVICE void attention_query_step(const float *const rows[2], uint32_t step, float scale,
-                                    const float multiplier[2], uint32_t lane, uint32_t high[4],
-                                    uint32_t low[4])
+/* A step's A fragment of a group; row, multiplier: of its row quad. */
+CU_DEVICE void attention_query_step(const float *row, uint32_t step, float scale, float multiplier,
+                                    uint32_t lane, uint32_t a[4])
 {
 #pragma unroll
-    for (uint32_t i = 0; i < 4; i++) {
-        float2 pair = attention_query_pair(rows[i % 2], step, i / 2, scale, lane);
-        attention_split_pair(pair.x * multiplier[i % 2], pair.y * multiplier[i % 2], &high[i],
-                             &low[i]);
+    for (uint32_t i = 0; i < 2; i++) {
+        float2 pair = attention_query_pair(row, step * 2 + i, scale, lane);
+        attention_split_pair(pair.x * multiplier, pair.y * multiplier, &a[i * 2], &a[i * 2 + 1]);
     }
 }
 
@@ -191,60 +191,49 @@ template <int D> CU_DEVICE uint32_t attention_value_lane(uint32_t lane)
     return ((lane & 7) + (lane >> 3 & 1) * 8) * attention_shape<D>::row_bytes + (lane >> 4) * 16;
 }
 
-/* A run's scores before they are multiplied by the factor: s[tile of 8 positions][C]. */
+/* A lane's scores of a run, of one group, before they are multiplied by the factor. */
 #define ATTENTION_RUN_TILES (ATTENTION_RUN / 8)
+typedef struct attention_scores {
+    float s[ATTENTION_RUN_TILES][2];
+} attention_scores;
 
-/* Scores of positions past a row's own become -inf. last[]: of rows quad and quad + 8, how many
- * positions of the run they see, less one. */
-template <bool UPPER>
-CU_DEVICE void attention_mask(float s[ATTENTION_RUN_TILES][4], const int32_t last[2], uint32_t lane)
+/* Scores of positions past the row's own become -inf. last: how many positions of the run it sees,
+ * less one. */
+CU_DEVICE void attention_mask(attention_scores *scores, int32_t last, uint32_t lane)
 {
 #pragma unroll
     for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
 #pragma unroll
-        for (uint32_t i = 0; i < (UPPER ? 4 : 2); i++)
-            if ((int32_t)(tile * 8 + lane % 4 * 2 + i % 2) > last[i / 2])
-                s[tile][i] = -INFINITY;
+        for (uint32_t i = 0; i < 2; i++)
+            if ((int32_t)(tile * 8 + lane % 4 * 2 + i) > last)
+                scores->s[tile][i] = -INFINITY;
 }
 
 /* Scores to probabilities times 2^14, as A fragments by chunk; the largest score (of all that are
  * not masked) and the sum of the probabilities. A masked score gives exp's lower bound, 2.6e-34
- * here: nothing in f16, and lost in any sum that matters, since the largest adds 2^14. UPPER false:
- * rows 8 to 15 are not in use. */
-template <bool UPPER>
-CU_DEVICE void attention_softmax(float s[ATTENTION_RUN_TILES][4], const float factor[2],
-                                 uint32_t high[ATTENTION_RUN_CHUNKS][4],
-                                 uint32_t low[ATTENTION_RUN_CHUNKS][4], float largest_out[2],
-                                 float sum_out[2])
+ * here: nothing in f16, and lost in any sum that matters, since the largest adds 2^14. */
+CU_DEVICE void attention_softmax(const attention_scores *scores, float factor,
+                                 uint32_t p[ATTENTION_RUN_CHUNKS][4], float *largest_out,
+                                 float *sum_out)
 {
-#pragma unroll
-    for (uint32_t half = 0; half < 2; half++) {
-        float largest = -INFINITY, sum = 0;
+    float largest = -INFINITY, sum = 0;
 
-        if (half == 1 && !UPPER) {
 #pragma unroll
-            for (uint32_t chunk = 0; chunk < ATTENTION_RUN_CHUNKS; chunk++)
-                high[chunk][1] = high[chunk][3] = low[chunk][1] = low[chunk][3] = 0;
-            largest_out[1] = sum_out[1] = 0;
-            break;
-        }
+    for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
+        largest = fmaxf(largest, fmaxf(scores->s[tile][0], scores->s[tile][1]));
+    largest = attention_quad_max(largest) * factor;
 #pragma unroll
-        for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++)
-            largest = fmaxf(largest, fmaxf(s[tile][half * 2], s[tile][half * 2 + 1]));
-        largest = attention_quad_max(largest) * factor[half];
-#pragma unroll
-        for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++) {
-            uint32_t chunk = tile / 2, i = tile % 2 * 2 + half;
-            /* the factor is a power of two: one rounding, as of a difference */
-            float even = cu_exp(fmaf(s[tile][half * 2], factor[half], -largest)) * 16384.0f;
-            float odd = cu_exp(fmaf(s[tile][half * 2 + 1], factor[half], -largest)) * 16384.0f;
-            sum += even;
-            sum += odd;
-            attention_split_pair(even, odd, &high[chunk][i], &low[chunk][i]);
-        }
-        largest_out[half] = largest;
-        sum_out[half] = attention_quad_sum(sum);
+    for (uint32_t tile = 0; tile < ATTENTION_RUN_TILES; tile++) {
+        uint32_t *at = &p[tile / 2][tile % 2 * 2];
+        /* the factor is a power of two: one rounding, as of a difference */
+        float even = cu_exp(fmaf(scores->s[tile][0], factor, -largest)) * 16384.0f;
+        float odd = cu_exp(fmaf(scores->s[tile][1], factor, -largest)) * 16384.0f;
+        sum += even;
+        sum += odd;
+        attention_split_pair(even, odd, &at[0], &at[1]);
     }
+    *largest_out = largest;
+    *sum_out = attention_quad_sum(sum);
 }
 
 /* (largest, sum) takes in another state's; weighted V is then keep * v + take * other's v. */

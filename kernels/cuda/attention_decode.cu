@@ -1,10 +1,10 @@
 /* kernels/cuda/attention_decode.cu - attention of rows that are each a sequence of their own.
  *
  * A block is one split of one row and KV head; its four warps are the split's runs, each on its own
- * until they are folded: no barrier between loading and using. The query heads of the KV head (16
- * at most a block) are the rows of the mma, so K and V are read once. A warp asks for its whole K
- * at once, chunk by chunk, and for a chunk of V as soon as that chunk of K is used up, into its
- * place.
+ * until they are folded: no barrier between loading and using. The query heads of the KV head are
+ * the rows of the mma (a group of 8, or two; with heads of 256 one), so K and V are read once. A
+ * warp asks for its whole K at once, chunk by chunk, and for a chunk of V as soon as that chunk of
+ * K is used up, into its place.
  *
  * The grid is made for positions_max; a split past its row's position leaves at once.
  *
@@ -69,132 +69,147 @@ CU_DEVICE void find_chunks(const attention_args *args, const decode_place *place
         run->keys[chunk] = base + cu_shuffle(CU_ALL, offset, chunk);
 }
 
-template <int D> struct decode_query {
-    uint32_t high[D / 16][4], low[D / 16][4]; /* A fragments, by step */
-    float factor[2];                          /* of scores, rows quad and quad + 8 */
+/* A fragments by group and step, and the scores' factors. The heads come first; behind them zeros.
+ */
+template <int D, int GROUPS> struct decode_query {
+    uint32_t a[GROUPS][D / 16][4];
+    float factor[GROUPS];
 };
 
-/* The heads are the first rows of the mma, the others zeros. */
-template <int D, bool UPPER>
+template <int D, int GROUPS>
 CU_DEVICE void load_query(const attention_args *args, const decode_place *place, uint32_t lane,
-                          decode_query<D> *query)
+                          decode_query<D, GROUPS> *query)
 {
     const float *heads = args->qkv + place->row * args->qkv_stride + (uint64_t)place->head * D;
-    uint32_t quad = lane / 4;
-    const float *const rows[2] = {quad < place->heads ? heads + quad * D : NULL,
-                                  UPPER && quad + 8 < place->heads ? heads + (quad + 8) * D : NULL};
-    float multiplier[2] = {0, 0};
 
-    query->factor[1] = 1;
 #pragma unroll
-    for (uint32_t half = 0; half < (UPPER ? 2 : 1); half++)
-        multiplier[half] =
-            attention_query_multiplier<D>(rows[half], args->scale, lane, &query->factor[half]);
+    for (uint32_t group = 0; group < GROUPS; group++) {
+        uint32_t head = group * 8 + lane / 4;
+        const float *row = head < place->heads ? heads + head * D : NULL;
+        float multiplier =
+            attention_query_multiplier<D>(row, args->scale, lane, &query->factor[group]);
 #pragma unroll
-    for (uint32_t step = 0; step < attention_shape<D>::steps; step++)
-        attention_query_step(rows, step, args->scale, multiplier, lane, query->high[step],
-                             query->low[step]);
+        for (uint32_t step = 0; step < attention_shape<D>::steps; step++)
+            attention_query_step(row, step, args->scale, multiplier, lane, query->a[group][step]);
+    }
 }
 
-/* Scores of chunk by chunk; each chunk of V is asked for when its K is used up. */
-template <int D, bool UPPER>
+/* A chunk's scores, high and low parts added. */
+template <int D, int GROUPS>
+CU_DEVICE void score_chunk(const uint8_t *mine, const decode_query<D, GROUPS> *query, uint32_t i,
+                           attention_scores scores[GROUPS])
+{
+    float c[GROUPS][2][4];
+
+#pragma unroll
+    for (uint32_t group = 0; group < GROUPS; group++)
+#pragma unroll
+        for (uint32_t j = 0; j < 8; j++)
+            c[group][j / 4][j % 4] = 0;
+#pragma unroll
+    for (uint32_t step = 0; step < attention_shape<D>::steps; step++) {
+        uint32_t b[4];
+        cu_ldmatrix_x4(b, mine + step * 32);
+#pragma unroll
+        for (uint32_t group = 0; group < GROUPS; group++) {
+            cu_mma_f16(c[group][0], query->a[group][step], b);
+            cu_mma_f16(c[group][1], query->a[group][step], b + 2);
+        }
+    }
+#pragma unroll
+    for (uint32_t group = 0; group < GROUPS; group++)
+#pragma unroll
+        for (uint32_t j = 0; j < 4; j++)
+            scores[group].s[2 * i + j / 2][j % 2] =
+                c[group][j / 2][j % 2] + c[group][j / 2][j % 2 + 2];
+}
+
+/* Chunk by chunk; each chunk of V is asked for when its K is used up. */
+template <int D, int GROUPS>
 CU_DEVICE void score_run(const attention_args *args, const decode_run *run, uint8_t *chunks,
-                         uint32_t lane, const decode_query<D> *query,
-                         float s[ATTENTION_RUN_TILES][4])
+                         uint32_t lane, const decode_query<D, GROUPS> *query,
+                         attention_scores scores[GROUPS])
 {
     const uint8_t *keys = chunks + attention_key_lane<D>(lane);
     uint8_t *copy = chunks + attention_copy_lane<D>(lane);
 
 #pragma unroll
     for (uint32_t i = 0; i < ATTENTION_RUN_CHUNKS; i++) {
-        const uint8_t *mine = keys + i * attention_shape<D>::chunk_bytes;
-
 #pragma unroll
-        for (uint32_t j = 0; j < 4; j++)
-            s[2 * i][j] = s[2 * i + 1][j] = 0;
+        for (uint32_t j = 0; j < GROUPS * 4; j++)
+            scores[j / 4].s[2 * i + j % 4 / 2][j % 2] = 0;
         cu_async_wait<ATTENTION_RUN_CHUNKS - 1>();
         cu_sync_warp(CU_ALL);
         if (i < run->chunks) {
-#pragma unroll
-            for (uint32_t step = 0; step < attention_shape<D>::steps; step++) {
-                uint32_t b[4];
-                cu_ldmatrix_x4(b, mine + step * 32);
-                cu_mma_f16(s[2 * i], query->high[step], b);
-                cu_mma_f16(s[2 * i + 1], query->high[step], b + 2);
-                cu_mma_f16(s[2 * i], query->low[step], b);
-                cu_mma_f16(s[2 * i + 1], query->low[step], b + 2);
-            }
+            score_chunk<D, GROUPS>(keys + i * attention_shape<D>::chunk_bytes, query, i, scores);
             cu_sync_warp(CU_ALL); /* all lanes have read K */
             load_chunk<D>(copy + i * attention_shape<D>::chunk_bytes,
                           run->keys[i] + args->half_bytes, lane, run->count - i * ATTENTION_CHUNK);
         }
         cu_async_commit();
     }
-    if (run->count < ATTENTION_RUN) {
-        int32_t last[2] = {(int32_t)run->count - 1, (int32_t)run->count - 1};
-        attention_mask<UPPER>(s, last, lane);
-    }
+    if (run->count < ATTENTION_RUN)
+        for (uint32_t group = 0; group < GROUPS; group++)
+            attention_mask(&scores[group], (int32_t)run->count - 1, lane);
 }
 
-template <int D>
-CU_DEVICE void add_values(const decode_run *run, const uint8_t *chunks, uint32_t lane,
-                          const uint32_t high[ATTENTION_RUN_CHUNKS][4],
-                          const uint32_t low[ATTENTION_RUN_CHUNKS][4], float o[D / 8][4])
+/* A chunk of V has landed when so many later ones are under way. */
+CU_DEVICE void wait_value(uint32_t chunk)
 {
+    switch (chunk) {
+    case 0: cu_async_wait<3>(); break;
+    case 1: cu_async_wait<2>(); break;
+    case 2: cu_async_wait<1>(); break;
+    default: cu_async_wait<0>(); break;
+    }
+    cu_sync_warp(CU_ALL);
+}
+
+template <int D, int GROUPS>
+CU_DEVICE void add_values(const decode_run *run, const uint8_t *chunks, uint32_t lane,
+                          const uint32_t p[GROUPS][ATTENTION_RUN_CHUNKS][4],
+                          float o[GROUPS][D / 8][4])
+{
+    const uint8_t *values = chunks + attention_value_lane<D>(lane);
+
+    static_assert(ATTENTION_RUN_CHUNKS == 4, "wait_value");
 #pragma unroll
-    for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile++)
-#pragma unroll
-        for (uint32_t j = 0; j < 4; j++)
-            o[tile][j] = 0;
+    for (uint32_t j = 0; j < GROUPS * attention_shape<D>::tiles * 4; j++)
+        o[j / (D / 2)][j % (D / 2) / 4][j % 4] = 0;
 #pragma unroll
     for (uint32_t i = 0; i < ATTENTION_RUN_CHUNKS; i++) {
-        const uint8_t *mine =
-            chunks + i * attention_shape<D>::chunk_bytes + attention_value_lane<D>(lane);
-
-        if (i == 0)
-            cu_async_wait<3>();
-        else if (i == 1)
-            cu_async_wait<2>();
-        else if (i == 2)
-            cu_async_wait<1>();
-        else
-            cu_async_wait<0>();
-        cu_sync_warp(CU_ALL);
+        wait_value(i);
         if (i >= run->chunks)
             break;
 #pragma unroll
         for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile += 2) {
             uint32_t b[4];
-            cu_ldmatrix_x4_trans(b, mine + tile * 16);
-            cu_mma_f16(o[tile], high[i], b);
-            cu_mma_f16(o[tile + 1], high[i], b + 2);
-            cu_mma_f16(o[tile], low[i], b);
-            cu_mma_f16(o[tile + 1], low[i], b + 2);
+            cu_ldmatrix_x4_trans(b, values + i * attention_shape<D>::chunk_bytes + tile * 16);
+#pragma unroll
+            for (uint32_t group = 0; group < GROUPS; group++) {
+                cu_mma_f16(o[group][tile], p[group][i], b);
+                cu_mma_f16(o[group][tile + 1], p[group][i], b + 2);
+            }
         }
     }
 }
 
 /* A run's state to shared memory, for the rows that are heads. */
-template <int D, bool UPPER>
-CU_DEVICE void store_state(uint32_t heads, uint32_t lane, const float largest[2],
-                           const float sum[2], const float o[D / 8][4], float *value, float2 *stats)
+template <int D>
+CU_DEVICE void store_state(uint32_t head, uint32_t heads, uint32_t lane, float largest, float sum,
+                           const float o[D / 8][4], float *value, float2 *stats)
 {
-    cu_sync_warp(CU_ALL); /* all lanes have read the last chunk of V */
+    if (head >= heads)
+        return;
+    if (lane % 4 == 0) {
+        float2 state = {largest, sum};
+        cu_store<float2>(stats + head, state);
+    }
 #pragma unroll
-    for (uint32_t half = 0; half < (UPPER ? 2 : 1); half++) {
-        uint32_t row = lane / 4 + half * 8;
-        if (row >= heads)
-            continue;
-        if (lane % 4 == 0) {
-            float2 pair = {largest[half], sum[half]};
-            cu_store<float2>(stats + row, pair);
-        }
-#pragma unroll
-        for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile++) {
-            float2 pair = {o[tile][half * 2], o[tile][half * 2 + 1]};
-            cu_store<float2>(value + row * decode_shape<D>::value_stride + tile * 8 + lane % 4 * 2,
-                             pair);
-        }
+    for (uint32_t tile = 0; tile < attention_shape<D>::tiles; tile++) {
+        float2 pair = {o[tile][0] + o[tile][2], o[tile][1] + o[tile][3]};
+        cu_store<float2>(value + head * decode_shape<D>::value_stride + tile * 8 + lane % 4 * 2,
+                         pair);
     }
 }
 
@@ -259,58 +274,80 @@ CU_DEVICE bool find_place(const attention_args *args, decode_place *place)
     return true;
 }
 
-template <int D, bool UPPER>
-CU_KERNEL(WARPS * 32, D <= 64    ? 4
-                      : D <= 128 ? 3
-                                 : 1)
+/* A warp's run: its state in place of its chunks. */
+template <int D, int GROUPS>
+CU_DEVICE void attend_run(const attention_args *args, const decode_place *place,
+                          const decode_run *run, uint8_t *chunks, uint32_t lane, float2 *stats)
+{
+    decode_query<D, GROUPS> query;
+    attention_scores scores[GROUPS];
+    uint32_t p[GROUPS][ATTENTION_RUN_CHUNKS][4];
+    float o[GROUPS][D / 8][4], largest[GROUPS], sum[GROUPS];
+
+#pragma unroll
+    for (uint32_t i = 0; i < ATTENTION_RUN_CHUNKS; i++) {
+        if (i < run->chunks)
+            load_chunk<D>(chunks + attention_copy_lane<D>(lane) +
+                              i * attention_shape<D>::chunk_bytes,
+                          run->keys[i], lane, run->count - i * ATTENTION_CHUNK);
+        cu_async_commit();
+    }
+    load_query<D, GROUPS>(args, place, lane, &query);
+    score_run<D, GROUPS>(args, run, chunks, lane, &query, scores);
+#pragma unroll
+    for (uint32_t group = 0; group < GROUPS; group++)
+        attention_softmax(&scores[group], query.factor[group], p[group], &largest[group],
+                          &sum[group]);
+    add_values<D, GROUPS>(run, chunks, lane, p, o);
+    cu_sync_warp(CU_ALL); /* all lanes have read the last chunk of V */
+#pragma unroll
+    for (uint32_t group = 0; group < GROUPS; group++)
+        store_state<D>(group * 8 + lane / 4, place->heads, lane, largest[group], sum[group],
+                       o[group], (float *)chunks, stats);
+}
+
+template <int D, int GROUPS>
+CU_KERNEL(WARPS * 32, GROUPS *D <= 64     ? 5
+                      : GROUPS * D <= 128 ? 3
+                                          : 2)
 attention_decode_kernel(const attention_args args)
 {
     CU_SHARED_DYNAMIC(shared);
     CU_SHARED float2 stats[WARPS][16];
     /* from one lane: the compiler sees that a warp is of one mind about what depends on it */
     uint32_t warp = cu_shuffle(CU_ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    uint8_t *chunks = shared + warp * decode_shape<D>::warp_bytes;
     decode_place place;
     decode_run run;
 
     if (!find_place(&args, &place))
         return;
     find_chunks(&args, &place, warp, lane, D * 2, &run);
-    if (run.chunks > 0) {
-        decode_query<D> query;
-        float s[ATTENTION_RUN_TILES][4], o[D / 8][4], largest[2], sum[2];
-        uint32_t high[ATTENTION_RUN_CHUNKS][4], low[ATTENTION_RUN_CHUNKS][4];
-
-#pragma unroll
-        for (uint32_t i = 0; i < ATTENTION_RUN_CHUNKS; i++) {
-            if (i < run.chunks)
-                load_chunk<D>(chunks + attention_copy_lane<D>(lane) +
-                                  i * attention_shape<D>::chunk_bytes,
-                              run.keys[i], lane, run.count - i * ATTENTION_CHUNK);
-            cu_async_commit();
-        }
-        load_query<D, UPPER>(&args, &place, lane, &query);
-        score_run<D, UPPER>(&args, &run, chunks, lane, &query, s);
-        attention_softmax<UPPER>(s, query.factor, high, low, largest, sum);
-        add_values<D>(&run, chunks, lane, high, low, o);
-        store_state<D, UPPER>(place.heads, lane, largest, sum, o, (float *)chunks, stats[warp]);
-    }
+    if (run.chunks > 0)
+        attend_run<D, GROUPS>(&args, &place, &run, shared + warp * decode_shape<D>::warp_bytes,
+                              lane, stats[warp]);
     cu_sync();
     fold_runs<D>(&args, &place, shared, stats);
+}
+
+uint32_t attention_decode_blocks(uint32_t head_dim, uint32_t heads_each)
+{
+    uint32_t heads_max = head_dim <= 128 ? 16 : 8;
+
+    return (heads_each + heads_max - 1) / heads_max;
 }
 
 template <int D>
 static pd_status launch(gpu_stream *stream, const attention_args *args, uint32_t kv_heads,
                         uint32_t rows)
 {
-    dim3 grid(args->splits, kv_heads * args->head_blocks, rows);
+    dim3 grid(args->splits, kv_heads * args->head_blocks, rows), block(WARPS * 32);
+    const uint32_t shared_bytes = WARPS * decode_shape<D>::warp_bytes;
 
-    /* at 256 the registers are full either way, and half the rows save nothing */
-    if (D <= 128 && args->heads_in_block <= 8)
-        return CU_LAUNCH((attention_decode_kernel<D, (D > 128)>), grid, dim3(WARPS * 32),
-                         WARPS * decode_shape<D>::warp_bytes, stream, *args);
-    return CU_LAUNCH((attention_decode_kernel<D, true>), grid, dim3(WARPS * 32),
-                     WARPS * decode_shape<D>::warp_bytes, stream, *args);
+    if (args->heads_in_block <= 8)
+        return CU_LAUNCH((attention_decode_kernel<D, 1>), grid, block, shared_bytes, stream, *args);
+    if constexpr (D <= 128) /* more has no registers for two groups */
+        return CU_LAUNCH((attention_decode_kernel<D, 2>), grid, block, shared_bytes, stream, *args);
+    return PD_E_INTERNAL;
 }
 
 pd_status attention_decode(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
