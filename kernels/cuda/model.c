@@ -258,7 +258,7 @@ static void check_layout(const kern_loaded *model, const pd_kv_layout *layout)
     const cu_weights *w = &model->weights;
 
     pd_assert(layout->dtype == PD_F16 && layout->layers == w->shape.layers);
-    pd_assert(layout->kv_heads == w->kv_heads && layout->head_dim == w->shape.head_dim);
+    pd_assert(layout->rank_heads == w->kv_heads && layout->head_dim == w->shape.head_dim);
     pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
 }
 
@@ -272,7 +272,7 @@ pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *po
     model->bound = true;
     model->kv = (cu_kv){.pool = pool,
                         .layers = layout->layers,
-                        .kv_heads = layout->kv_heads,
+                        .kv_heads = layout->rank_heads,
                         .head_dim = layout->head_dim,
                         .block_tokens = layout->block_tokens,
                         .group_layers = layout->group_layers,
