@@ -5,6 +5,7 @@
 #include "common/base/mem.h"
 #include "common/config/deployment.h"
 #include "common/config/value.h"
+#include "deploy/check_split.h"
 #include "deploy/report.h"
 #include "deploy/report_kv.h"
 #include "deploy/supervise.h"
@@ -169,12 +170,22 @@ static int run_check(const arguments *args)
     if (args->keys) {
         pd_deployment_help(&text);
     } else if ((rc = load(args, &deployment)) == 0) {
-        if (args->effective)
+        char why[512];
+        if (check_split(&deployment, why, sizeof why) != PD_OK) {
+            fprintf(stderr, "%s: %s\n", args->file, why);
+            rc = 1;
+        } else if (args->effective) {
             pd_deployment_dump(&deployment, &text);
-        else
-            pd_buf_printf(&text, "%s: ok: cluster %s, 1 router, %u prefill, %u decode\n",
-                          args->file, deployment.cluster, deployment.prefill.workers,
+        } else {
+            pd_buf_printf(&text, "%s: ok: cluster %s, 1 router, %u prefill, %u decode", args->file,
+                          deployment.cluster, deployment.prefill.workers,
                           deployment.decode.workers);
+            if (pd_deployment_processes(&deployment) != deployment.workers)
+                pd_buf_printf(&text, " (tensor_parallel %u and %u: %u processes that compute)",
+                              deployment.prefill.tensor_parallel, deployment.decode.tensor_parallel,
+                              pd_deployment_processes(&deployment));
+            pd_buf_puts(&text, "\n");
+        }
         pd_deployment_fini(&deployment);
     }
     if (pd_buf_status(&text) != PD_OK)

@@ -85,7 +85,7 @@ static void print_service(const report *r, const state_service *service)
     const pd_json *worker = worker_of(r, service->name);
     const pd_json *kv = worker != NULL ? pd_json_get(worker, "ledger") : NULL;
     char uptime[32], pid[16], phase[32], kv_text[64] = "-", free_text[24], total[24], queue[24];
-    char backend[64], lanes[64];
+    char backend[64], lanes[64], ranks[24];
 
     write_uptime(service, uptime);
     snprintf(pid, sizeof pid, "%d", (int)service->process.pid);
@@ -97,9 +97,28 @@ static void print_service(const report *r, const state_service *service)
     if (kv != NULL)
         snprintf(kv_text, sizeof kv_text, "%s/%s", free_text, total);
     write_member(worker, "lanes", lanes, sizeof lanes);
-    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8u %-18s %-13s %-8s %s\n", service->name,
+    write_member(worker, "tensor_parallel", ranks, sizeof ranks);
+    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8u %-18s %-3s %-13s %-8s %s\n", service->name,
            service->role, service->process.pid != 0 ? pid : "-", phase_of(service), phase, uptime,
-           service->restarts, backend, kv_text, queue, lanes);
+           service->restarts, backend, ranks, kv_text, queue, lanes);
+}
+
+/* "decode-0: ranks 1 to 3 are pids 17, 18, 19" */
+static void print_ranks(const report *r, const state_service *service)
+{
+    const pd_json *worker = worker_of(r, service->name);
+    const pd_json *pids = worker != NULL ? pd_json_get(worker, "rank_pids") : NULL;
+    size_t count = pids != NULL ? pd_json_count(pids) : 0;
+
+    if (count == 0)
+        return;
+    printf("%s: rank%s 1", service->name, count > 1 ? "s" : "");
+    if (count > 1)
+        printf(" to %zu", count);
+    printf(" %s", count > 1 ? "are pids" : "is pid");
+    for (size_t i = 0; i < count; i++)
+        printf("%s %lld", i > 0 ? "," : "", (long long)pd_json_integer(pd_json_at(pids, i)));
+    printf("\n");
 }
 
 static void print_table(const report *r)
@@ -108,11 +127,13 @@ static void print_table(const report *r)
            r->ready ? "ready" : "not ready", r->s.listen, (int)r->s.supervisor.pid);
     if (r->workers == NULL)
         printf("%s\n", r->why);
-    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8s %-18s %-13s %-8s %s\n", "NAME", "ROLE", "PID",
-           "PROCESS", "STATE", "UPTIME", "RESTARTS", "BACKEND", "KV FREE/TOTAL", "QUEUE MS",
+    printf("%-12s %-8s %-8s %-9s %-9s %-8s %-8s %-18s %-3s %-13s %-8s %s\n", "NAME", "ROLE", "PID",
+           "PROCESS", "STATE", "UPTIME", "RESTARTS", "BACKEND", "TP", "KV FREE/TOTAL", "QUEUE MS",
            "LANES");
     for (uint32_t i = 0; i < r->s.services_count; i++)
         print_service(r, &r->s.services[i]);
+    for (uint32_t i = 0; i < r->s.services_count; i++)
+        print_ranks(r, &r->s.services[i]);
     for (uint32_t i = 0; i < r->s.services_count; i++) {
         if (r->s.services[i].last_error[0] != '\0')
             printf("%s: its last run %s\n", r->s.services[i].name, r->s.services[i].last_error);

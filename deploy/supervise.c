@@ -5,6 +5,7 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/base/process.h"
+#include "deploy/check_split.h"
 #include "deploy/http_get.h"
 #include "deploy/hung.h"
 #include "deploy/launch.h"
@@ -145,6 +146,16 @@ static pd_status check_model(supervisor *s)
         say(s, 'E', "model.path: %s: %s (from the working directory %s)", path, strerror(error),
             folder);
     return PD_E_INVALID;
+}
+
+static pd_status check_ranks(supervisor *s)
+{
+    char why[512];
+    pd_status status = check_split(s->deployment, why, sizeof why);
+
+    if (status != PD_OK)
+        say(s, 'E', "%s", why);
+    return status;
 }
 
 /* The pools are touched page by page, as requests come: without this the kernel would promise more
@@ -323,6 +334,8 @@ static pd_status prepare(supervisor *s)
 
     if (status == PD_OK)
         status = check_model(s);
+    if (status == PD_OK)
+        status = check_ranks(s);
     if (status == PD_OK)
         status = check_memory(s);
     if (status == PD_OK)

@@ -155,6 +155,8 @@ typedef struct router_worker_view {
     const char *state; /* "starting", "ready", "draining" */
     uint64_t incarnation;
     int64_t pid;
+    const int64_t *rank_pids; /* [rank_pids_count], of tensor-parallel ranks 1 .. */
+    uint32_t rank_pids_count;
     pd_ledger ledger;
     float queue_ms;
     uint32_t running, waiting, inflight; /* inflight: of this router */

@@ -51,7 +51,10 @@ static void write_worker(void *ctx, const router_worker_view *view)
                   view->incarnation);
     pd_buf_puts(out, ",\"backend\":");
     write_text(out, view->backend);
-    pd_buf_puts(out, ",\"transfer\":");
+    pd_buf_printf(out, ",\"tensor_parallel\":%u,\"rank_pids\":[", view->rank_pids_count + 1);
+    for (uint32_t i = 0; i < view->rank_pids_count; i++)
+        pd_buf_printf(out, "%s%" PRId64, i > 0 ? "," : "", view->rank_pids[i]);
+    pd_buf_puts(out, "],\"transfer\":");
     write_text(out, view->transfer);
     pd_buf_puts(out, ",\"lanes\":");
     write_text(out, view->lanes);

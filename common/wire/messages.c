@@ -181,6 +181,9 @@ static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
     out->host = in->host;
     out->started = in->started;
     out->session = in->session;
+    pd_assert(in->rank_pids_count <= PD_MSG_RANKS_MAX);
+    out->n_rank_pids = in->rank_pids_count;
+    out->rank_pids = (int64_t *)in->rank_pids; /* packing reads it */
     pack->envelope.body_case = KVW__ENVELOPE__BODY_HELLO;
     pack->envelope.hello = out;
     return PD_OK;

@@ -68,6 +68,8 @@ typedef enum pd_finish {
 
 /* ---- worker to router, control socket ---- */
 
+#define PD_MSG_RANKS_MAX 63 /* of a worker, besides its first */
+
 typedef struct pd_msg_hello {
     uint32_t wire_version;
     char name[PD_NAME_BYTES]; /* "decode-0": unique in the cluster */
@@ -88,6 +90,8 @@ typedef struct pd_msg_hello {
     int64_t pid;
     uint64_t host;    /* where pid means something (host and pid namespace); 0: unknown */
     uint64_t started; /* as in pd_msg_peer */
+    int64_t rank_pids[PD_MSG_RANKS_MAX]; /* of tensor-parallel ranks 1 .. */
+    uint32_t rank_pids_count;
     /* Counts how often this incarnation began anew with this router. What it had of an earlier
      * session is dropped: the router ends or retries that at once. */
     uint32_t session;

@@ -153,6 +153,13 @@ static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
     out->host = in->host;
     out->started = in->started;
     out->session = in->session;
+    if (in->n_rank_pids > PD_MSG_RANKS_MAX) {
+        refuse(un, "too many ranks");
+        return;
+    }
+    out->rank_pids_count = (uint32_t)in->n_rank_pids;
+    for (uint32_t i = 0; i < out->rank_pids_count; i++)
+        out->rank_pids[i] = in->rank_pids[i];
 }
 
 static void take_ledger(unpacking *un, const Kvw__Ledger *in, pd_ledger *out)

@@ -218,6 +218,8 @@ static void say_hello(worker *w)
     hello->transfer_address = w->address;
     hello->transfer_address_len = w->address_len;
     hello->pid = getpid();
+    for (uint32_t rank = 1; s->ranks != NULL && rank < pd_ranks_count(s->ranks); rank++)
+        hello->rank_pids[hello->rank_pids_count++] = pd_ranks_pid(s->ranks, rank);
     hello->host = w->host;
     hello->started = w->started;
     hello->session = w->session;

@@ -1,0 +1,165 @@
+"""Tensor parallelism: any split of any role gives one rank's tokens, KV goes between workers with other
+splits by head slices, and a rank that dies ends its worker alone."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import cluster as cl
+from conftest import FULL
+
+PROMPTS = [
+    "Once upon a time",
+    "The ship left the harbour before dawn, and nobody on the quay " * 6,
+    "1 2 3 4 5 6 7 8 9 " * 30,
+    "A list of rivers, of towns and of the people who live in them. " * 12,
+]
+TOKENS = cl.scaled(40)
+SPLITS = [(2, 2), (2, 1), (2, 4), (1, 4)] + ([(4, 2), (4, 4), (4, 1), (1, 2), (8, 2), (8, 8)] if FULL else [])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random llama with 8 KV heads: SmolLM2's three divide by nothing but three."""
+    path = tmp_path_factory.mktemp("model") / "random.gguf"
+    subprocess.run([sys.executable, os.path.join(cl.ROOT, "tests", "tools", "make_model.py"), "--tokenizer", cl.MODEL,
+                    "--out", str(path)], check=True)
+    return str(path)
+
+
+def split_cluster(model, prefill, decode, **changes):
+    one = {
+        "model": {"path": model, "context": cl.CONTEXT},
+        "prefill": {"tensor_parallel": prefill, "chunk_tokens": 64},
+        "decode": {"tensor_parallel": decode},
+        "kv": {"memory": "64MiB"},
+    }
+    return cl.Cluster(**cl.merged(one, changes))
+
+
+def answers(one):
+    return [answer.token_ids for answer in one.together([lambda p=p: one.complete(p, TOKENS) for p in PROMPTS])]
+
+
+@pytest.fixture(scope="module")
+def want(model):
+    """What one rank of each role says."""
+    with split_cluster(model, 1, 1) as one:
+        said = answers(one)
+    assert all(len(tokens) == TOKENS for tokens in said)
+    assert len({tuple(tokens) for tokens in said}) == len(said), "prompts that all get the same answer prove little"
+    return said
+
+
+def ranks_of(one, name):
+    """{rank: pid} of a worker's other ranks."""
+    found = {}
+    for pid in one.processes():
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = file.read().decode().split("\0")
+        except OSError:
+            continue
+        if "--rank" in words and words[words.index("--name") + 1] == name:
+            found[int(words[words.index("--rank") + 1].split("/")[0])] = int(pid)
+    return found
+
+
+@pytest.mark.parametrize("prefill, decode", SPLITS)
+def test_any_split_gives_the_same_tokens(model, want, prefill, decode):
+    with split_cluster(model, prefill, decode) as one:
+        assert answers(one) == want
+        assert answers(one) == want  # by the prefix cache
+        assert len(ranks_of(one, "prefill-0")) == prefill - 1
+        assert len(ranks_of(one, "decode-0")) == decode - 1
+        assert sorted(one.worker("decode-0")["rank_pids"]) == sorted(ranks_of(one, "decode-0").values())
+
+
+def test_slices_go_over_tcp_too(model, want):
+    with split_cluster(model, 4, 2, transfer={"transport": "tcp"}) as one:
+        assert answers(one) == want
+
+
+@pytest.mark.parametrize("prefill, decode", [(2, 4), (2, 1)])
+def test_a_damaged_slice_is_found_and_fetched_again(model, want, monkeypatch, prefill, decode):
+    monkeypatch.setenv("KVFERRY_FAULTS", "bit:17,other:29,missing:41")
+    monkeypatch.setenv("KVFERRY_ALLOW_FAULTS", "1")
+    with split_cluster(model, prefill, decode, kv={"prefix_cache": False}) as one:
+        for _ in range(4):
+            assert answers(one) == want
+        log = one.logs()["logs/decode-0.log"]
+        slices = re.findall(r"fetched again: a seal does not match its bytes, KV heads (\d) to (\d) \(slice (\d) of (\d), rank (\d) here\)", log)
+        assert slices, "nothing was found"
+        count = max(prefill, decode)
+        for first, last, number, of, rank in (tuple(map(int, found)) for found in slices):
+            assert (first, last, of) == (number * 8 // count, (number + 1) * 8 // count - 1, count)
+            assert rank == first * decode // 8
+        planted = set(re.findall(r'msg="fault" kind=\w+ .* slice=(\d)', one.logs()["logs/prefill-0.log"]))
+        assert planted and {found[2] for found in slices} <= planted
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_a_rank_that_is_killed_ends_its_worker_alone(model, want, victim):
+    """Streams that it hits end with an error that says so or go on and are right; afterwards all is as before."""
+    with split_cluster(model, 2, 4, workers=4, ratio="1:1") as one:
+        before, others = one.worker(victim), {w["name"]: w["incarnation"] for w in one.workers() if w["name"] != victim}
+        ranks = ranks_of(one, victim)
+        begun, results = threading.Event(), []
+
+        def stream(prompt):
+            def note(tokens):
+                if tokens > 3 or victim.startswith("prefill"):
+                    begun.set()
+                return False
+            results.append((prompt, one.stream(prompt, TOKENS, hang_up=note)))
+
+        threads = [threading.Thread(target=stream, args=(prompt,)) for prompt in PROMPTS * 2]
+        for thread in threads:
+            thread.start()
+        assert begun.wait(60)
+        os.kill(ranks[1], signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        for prompt, answer in results:
+            if answer.error is None:
+                assert answer.token_ids == want[PROMPTS.index(prompt)]
+        assert sum(answer.error is None for _, answer in results) >= len(results) // 2
+
+        def restarted():
+            now = one.worker(victim)
+            return now is not None and now["incarnation"] != before["incarnation"] and now["state"] == "ready"
+
+        cl.wait_until(restarted, 30, lambda: f"{victim} did not come back: {one.worker(victim)}")
+        assert {w["name"]: w["incarnation"] for w in one.workers() if w["name"] != victim} == others
+        line = f'msg="a tensor-parallel rank was killed, and its worker ends with it" rank=1 pid={ranks[1]} signal=9'
+        assert one.logs()[f"logs/{victim}.log"].count(line) == 1
+        assert not set(ranks.values()) & set(map(int, one.processes())), "a rank outlived its worker"
+        assert answers(one) == want
+        one.assert_clean()
+
+
+def test_a_leader_that_is_killed_leaves_no_rank(model, want):
+    with split_cluster(model, 2, 2) as one:
+        before, ranks = one.worker("decode-0"), ranks_of(one, "decode-0")
+        os.kill(before["pid"], signal.SIGKILL)
+        cl.wait_until(lambda: not set(ranks.values()) & set(map(int, one.processes())), 5, "its rank lives on")
+        cl.wait_until(lambda: (one.worker("decode-0") or before)["incarnation"] != before["incarnation"]
+                      and one.worker("decode-0")["state"] == "ready", 30, "decode-0 did not come back")
+        assert answers(one) == want
+
+
+def test_what_does_not_divide_is_refused_with_the_reason():
+    one = cl.Folder(decode={"tensor_parallel": 2})
+    try:
+        for command in ("check", "up"):
+            status, out, err = one.kvferry(command, "-f", one.file, *(["--detach"] if command == "up" else []))
+            assert status != 0, out
+            assert "decode.tensor_parallel: 9 heads do not divide among 2 ranks" in err, (out, err)
+        one.assert_no_process()
+    finally:
+        one.remove()
