@@ -195,9 +195,11 @@ static void bank_conflicts_are_counted(void **state)
 {
     double ratios[2] = {0, 0};
 
-    if (!emu_is_checked())
-        skip();
     device_each(*state, 1, right_once, (void *)&kinds[1]);
+    if (!emu_is_checked()) {
+        puts("# accesses are counted in the checked form alone");
+        return;
+    }
     emu_traffic_each(conflict, ratios);
     assert_true(ratios[0] > 1.99 && ratios[0] < 2.01);
     assert_true(ratios[1] == 1);
