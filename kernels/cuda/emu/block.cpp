@@ -472,7 +472,7 @@ bool emu_run_launch(const char *kernel, const emu_grid *grid, void (*call)(const
     emu_symbols_load();
     emu_check_launch();
     if (emu_checked)
-        emu_traffic_start(kernel);
+        emu_traffic_start(kernel, *static_cast<const void *const *>(arguments));
     for (uint64_t i = 0; i < blocks && !b->failed; i++, at = (at + step) % blocks) {
         emu_grid_here = *grid;
         emu_grid_here.block.x = (unsigned)(at % grid->grid_dim.x);

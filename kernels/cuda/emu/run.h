@@ -89,7 +89,8 @@ struct emu_op { /* a lane's part in what its warp does together */
 
 enum emu_use : uint8_t { EMU_READ, EMU_WRITE, EMU_ATOMIC };
 
-/* Queues a launch; call(arguments) runs one thread of it. arguments are copied. */
+/* Queues a launch; call(arguments) runs one thread of it. arguments are copied, and begin with the
+ * kernel's address. */
 PD_CHECKED pd_status emu_queue_kernel(gpu_stream *stream, const char *name, const emu_grid *grid,
                                       void (*call)(const void *arguments), const void *arguments,
                                       size_t bytes);

@@ -20,7 +20,7 @@
 struct site {
     const char *kernel, *file;
     int line;
-    const void *code;
+    const void *function, *code;
     bool shared;
     uint64_t groups, actual, ideal;
 };
@@ -35,6 +35,7 @@ struct entry {
 static struct {
     bool on;
     const char *kernel;
+    const void *function; /* of a template's instances, which */
     site sites[SITES_MAX];
     unsigned count;
     unsigned local[BLOCK_SITES], locals; /* this block's, as indices of sites */
@@ -43,20 +44,20 @@ static struct {
     entry *log;
     unsigned logged;
     struct {
-        const char *kernel;
+        const void *function;
         unsigned launches;
     } kernels[KERNELS_MAX];
     unsigned kernel_count;
 } t;
 
-static bool enough_of(const char *kernel)
+static bool enough_of(const void *function)
 {
     for (unsigned i = 0; i < t.kernel_count; i++)
-        if (t.kernels[i].kernel == kernel || strcmp(t.kernels[i].kernel, kernel) == 0)
+        if (t.kernels[i].function == function)
             return t.kernels[i].launches++ >= LAUNCHES_MAX;
     if (t.kernel_count == KERNELS_MAX)
         return true;
-    t.kernels[t.kernel_count].kernel = kernel;
+    t.kernels[t.kernel_count].function = function;
     t.kernels[t.kernel_count++].launches = 1;
     return false;
 }
@@ -70,9 +71,9 @@ static void *map(size_t bytes)
     return memory;
 }
 
-void emu_traffic_start(const char *kernel)
+void emu_traffic_start(const char *kernel, const void *function)
 {
-    t.on = !enough_of(kernel);
+    t.on = !enough_of(function);
     if (!t.on)
         return;
     if (t.log == NULL) {
@@ -80,6 +81,7 @@ void emu_traffic_start(const char *kernel)
         t.visits = static_cast<uint32_t(*)[EMU_THREADS_MAX]>(map(BLOCK_SITES * sizeof *t.visits));
     }
     t.kernel = kernel;
+    t.function = function;
     t.locals = t.logged = 0;
     memset(t.slots, 0, sizeof t.slots);
 }
@@ -102,13 +104,13 @@ static int local_of(const char *file, int line, const void *code, bool shared)
         if (is_site(t.slots[slot] - 1u, file, line, code, shared))
             return t.slots[slot] - 1;
     while (i < t.count &&
-           !(t.sites[i].kernel == t.kernel && t.sites[i].line == line && t.sites[i].code == code &&
-             t.sites[i].shared == shared && t.sites[i].file == file))
+           !(t.sites[i].function == t.function && t.sites[i].line == line &&
+             t.sites[i].code == code && t.sites[i].shared == shared && t.sites[i].file == file))
         i++;
     if (i == SITES_MAX || t.locals == BLOCK_SITES)
         return -1;
     if (i == t.count) {
-        site s = {t.kernel, file, line, code, shared, 0, 0, 0};
+        site s = {t.kernel, file, line, t.function, code, shared, 0, 0, 0};
         t.sites[t.count++] = s;
     }
     memset(t.visits[t.locals], 0, sizeof t.visits[0]);

@@ -8,7 +8,8 @@
  * bytes, and serves 32 lanes of 4 bytes, 16 of 8 or 8 of 16 at a time in one wavefront, if no bank
  * is asked for two words: ideal is one wavefront a group. Read with emu_traffic_each (emu.h). */
 
-void emu_traffic_start(const char *kernel); /* the next block is logged, unless there was enough */
-void emu_traffic_end(void);                 /* of that block */
+/* The next block is logged, unless there was enough of function. */
+void emu_traffic_start(const char *kernel, const void *function);
+void emu_traffic_end(void); /* of that block */
 void emu_traffic_log(unsigned thread, const void *at, unsigned bytes, bool shared, const char *file,
                      int line, const void *code);

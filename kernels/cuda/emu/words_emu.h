@@ -31,15 +31,19 @@
 #define CU_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                  \
     emu_launch(#kernel, kernel, grid, block, shared_bytes, stream, ##__VA_ARGS__)
 
-/* Arguments of a kernel, kept until the launch's turn comes. */
+/* Arguments of a kernel, kept until the launch's turn comes; the function lies first, so that the
+ * emulator can tell the instances of a template apart. */
+template <typename... P> struct emu_function {
+    void (*kernel)(P...);
+};
+
 template <size_t I, typename T> struct emu_argument {
     T value;
 };
 
 template <typename N, typename... P> struct emu_arguments;
 template <size_t... I, typename... P>
-struct emu_arguments<std::index_sequence<I...>, P...> : emu_argument<I, P>... {
-    void (*kernel)(P...);
+struct emu_arguments<std::index_sequence<I...>, P...> : emu_function<P...>, emu_argument<I, P>... {
 
     static void call(const void *self)
     {
@@ -57,7 +61,7 @@ PD_CHECKED static inline pd_status emu_launch(const char *name, void (*kernel)(P
     typedef emu_arguments<std::index_sequence_for<P...>, P...> all;
     static_assert(sizeof(all) <= 4096, "a kernel's arguments are 4 KiB at most");
     static_assert(std::is_trivially_copyable<all>::value, "a kernel's arguments are plain values");
-    all arguments = {{args}..., kernel};
+    all arguments = {{kernel}, {args}...};
     emu_grid shape = {grid, block, dim3(0, 0, 0), shared_bytes};
 
     return emu_queue_kernel(stream, name, &shape, all::call, &arguments, sizeof arguments);
