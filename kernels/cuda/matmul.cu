@@ -105,7 +105,8 @@ typedef struct f32_job {
  * to the next multiple of 16 count as zeros, since -0 + 0 is 0. */
 CU_KERNEL(32 * F32_WARPS, 1) matmul_f32(f32_job job)
 {
-    CU_SHARED float sums[2 * F32_WARPS][F32_ROWS][KERN_LEAVES_MAX];
+    /* one more, so that the two halves of a warp do not meet in one bank */
+    CU_SHARED float sums[2 * F32_WARPS][F32_ROWS][KERN_LEAVES_MAX + 1];
     uint32_t half = threadIdx.x / 16, lane = threadIdx.x % 16;
     uint32_t r = blockIdx.x * (2 * F32_WARPS) + half, n = blockIdx.y * F32_ROWS;
     kern_node node = matmul_node(job.node, blockIdx.z);

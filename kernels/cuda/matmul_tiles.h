@@ -38,14 +38,14 @@
  *   3  A stage of 8 blocks instead of 4 with few rows. This is what is here:
  *
  *                        instructions     bound                         registers  stages
- *      few   Q4_1 8 rows  46 / 320 bytes  59 % of the issue slots        78        4 x 5.0 KiB
- *            Q4_0         39 / 288        56 %       at 4.3 TB/s         78        4 x 4.5
- *            Q8_0         35 / 544        26 %                           80        4 x 6.5
+ *      few   Q4_1 8 rows  46 / 320 bytes  59 % of the issue slots        78        4 x 5.25 KiB
+ *            Q4_0         39 / 288        56 %       at 4.3 TB/s         78        4 x 4.6
+ *            Q8_0         35 / 544        26 %                           80        4 x 6.6
  *            f16, bf16    16 / 512        13 %                           48        4 x 6.0
- *      many  Q4_1         23 / tile       375 TOP/s by issue            168        4 x 10.0
- *            Q4_0         18              470                           128        4 x 13.5
- *            Q8_0         18              480                           128        4 x 17.5
- *            of a tree    26 (Q4_1)       330                           216        4 x 7.5
+ *      many  Q4_1         23 / tile       375 TOP/s by issue            168        4 x 10.25
+ *            Q4_0         18              470                           128        4 x 13.6
+ *            Q8_0         18              480                           128        4 x 17.6
+ *            of a tree    26 (Q4_1)       330                           214        4 x 7.75
  *            f16, bf16     3 / 16x8x16    the tensor cores              189        4 x 16.0
  *      Of a Q4_1 tile's 23, 17 are the update itself (4 of FADD, FMUL and 2 x 4 FFMA, IMMA): the
  *      order of the sums leaves no fewer. So int8's rate is out of reach by design, see
@@ -53,9 +53,10 @@
  *   What would be next: few rows and one leaf (q, k, v at 4096 columns: 3 warps a processor, each a
  *   chain of 128 blocks) want the blocks of a chain spread over warps that hand the sum on; wgmma
  *   for 16-bit weights on sm_90a.
- * Sectors and wavefronts are ideal in the emulator's counts, but for the scales of activations: 4
- * bytes a row and block, whose sectors are read in pieces (L1 has the rest), and stores to rows
- * that do not begin at a multiple of 32 bytes. */
+ * Sectors and wavefronts are ideal in the emulator's counts, but for the scales of activations (4
+ * bytes a row and block: with many rows a stage has 8 bytes of a sector, L1 the rest; d and sum of
+ * Q4_1 are written 8 bytes apart) and stores to rows that do not begin at a multiple of 32 bytes.
+ */
 
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/words.h"
@@ -113,13 +114,16 @@ template <int DTYPE> struct matmul_format {
 };
 
 /* A stage: some blocks of some panels and of some activation rows, in shared memory:
- * [panel][block] weights, [block][row] quants or halves, [block][row] scales (and sums). */
+ * [panel][block] weights, [block][row] quants or halves, [block][row] scales (and sums). Scales are
+ * copied by lanes of `blocks` neighbouring blocks of 32 / blocks rows: between the blocks lie as
+ * many rows of nothing, so that no two lanes write to one bank. */
 template <int DTYPE, int BLOCKS, int PANELS, int ROWS> struct matmul_stage {
     typedef matmul_format<DTYPE> format;
     static constexpr int dtype = DTYPE, blocks = BLOCKS, panels = PANELS, rows = ROWS;
     static constexpr int acts_at = PANELS * BLOCKS * format::block_bytes;
     static constexpr int floats_at = acts_at + BLOCKS * ROWS * 32;
-    static constexpr int bytes = floats_at + BLOCKS * ROWS * format::float_bytes;
+    static constexpr int floats_pitch = ROWS + 32 / BLOCKS; /* rows, from block to block */
+    static constexpr int bytes = floats_at + BLOCKS * floats_pitch * format::float_bytes;
 };
 
 /* Where a 16-byte half of a block of an activation row lies in a stage, [block][row][half]: every
@@ -219,10 +223,12 @@ CU_DEVICE void matmul_stage_copy(unsigned char *stage, const matmul_job &job,
             uint32_t item = thread + i * THREADS, r = item / STAGE::blocks;
             uint32_t k = item % STAGE::blocks;
             unsigned char *to =
-                stage + STAGE::floats_at + (k * STAGE::rows + r) * format::float_bytes;
+                stage + STAGE::floats_at + (k * STAGE::floats_pitch + r) * format::float_bytes;
             if ((self::items >= THREADS || item < self::items) && (FULL || k < count)) {
+                /* sectors 4: `blocks` of a row's scales, the rest of the sector is L1's for the
+                 * next stages. wavefronts 2: Q4_1's d and sum side by side, read as one float4 */
                 cu_async_4(to, job.scales + source->items_at[i], true);
-                if constexpr (format::has_min)
+                if constexpr (format::has_min) /* sectors 4, wavefronts 2: the same */
                     cu_async_4(to + 4, job.sums + source->items_at[i], true);
             }
         }
@@ -337,7 +343,7 @@ CU_DEVICE void matmul_block(float acc[MT][NT][4], const unsigned char *stage, ui
     const unsigned char *weights = stage + (panel * STAGE::blocks + k) * format::block_bytes;
     const unsigned char *acts = stage + STAGE::acts_at + (k * STAGE::rows + row) * 32;
     const unsigned char *floats =
-        stage + STAGE::floats_at + (k * STAGE::rows + row) * format::float_bytes;
+        stage + STAGE::floats_at + (k * STAGE::floats_pitch + row) * format::float_bytes;
     uint32_t a[MT][4];
     float d_w[MT][2] = {}, m_w[MT][2] = {};
 
@@ -465,8 +471,11 @@ template <int DTYPE, int NT> CU_KERNEL(32 * MATMUL_FEW_WARPS, 1) matmul_few(matm
                                  sums + from * shape::leaf_floats, threadIdx.x % 32);
     cu_sync();
     for (uint32_t i = threadIdx.x; i < MATMUL_PANEL * NT * 8; i += blockDim.x) {
-        uint32_t n = i / MATMUL_PANEL, r = i % MATMUL_PANEL, weight_row = panel * MATMUL_PANEL + r;
+        /* half a warp a row: rows n and n + 4, whose sums lie 16 banks apart */
+        uint32_t m = i / MATMUL_PANEL, n = m / 8 * 8 + m % 2 * 4 + m / 2 % 4;
+        uint32_t r = i % MATMUL_PANEL, weight_row = panel * MATMUL_PANEL + r;
         if (row + n < job.rows && weight_row < job.matrix_rows)
+            /* sectors 1.5: 64 bytes of a row that may begin anywhere */
             cu_store(
                 job.out + blockIdx.z * job.node_stride + (row + n) * job.out_stride + weight_row,
                 matmul_leaves_sum(sums + n * MATMUL_FEW_PITCH + r, node.count, shape::leaf_floats));
@@ -561,6 +570,7 @@ matmul_many(matmul_job job)
         uint32_t n = row + warp_row + i / 4 % NT * 8 + lane % 4 * 2 + i % 2;
         uint32_t r = (panel + warp_panel + i / (4 * NT)) * MATMUL_PANEL + lane / 4 + i % 4 / 2 * 8;
         if (n < job.rows && r < job.matrix_rows)
+            /* sectors 2: 32 bytes of each of four rows that may begin anywhere */
             cu_store(job.out + blockIdx.z * job.node_stride + n * job.out_stride + r,
                      acc[i / (4 * NT)][i / 4 % NT][i % 4]);
     }
