@@ -96,8 +96,8 @@ static void look(void *ctx, const emu_traffic *t)
     if (t->groups < 8 || ratio <= 1.02 || ratio <= allowed(t->place, unit) * 1.02)
         return;
     ++*bad;
-    print_message("%s: %s%.2f of the ideal, %llu accesses of a warp (%s)\n", t->place, unit, ratio,
-                  (unsigned long long)t->groups, t->kernel);
+    print_message("# %s: %s%.2f of the ideal, %llu accesses of a warp (%s)\n", t->place, unit,
+                  ratio, (unsigned long long)t->groups, t->kernel);
 }
 
 /* The checked form: every place of a kernel moves no more than it must, or its source says why. */
@@ -219,7 +219,7 @@ static void add_traffic(void *ctx, const emu_traffic *traffic)
     *(shared ? &sum->sum.wavefronts : &sum->sum.sectors) += traffic->actual;
     *(shared ? &sum->sum.wavefronts_ideal : &sum->sum.sectors_ideal) += traffic->ideal;
     if (sum->shown)
-        print_message("%s: %s: %llu groups, %llu %s, ideally %llu\n", traffic->kernel,
+        print_message("# %s: %s: %llu groups, %llu %s, ideally %llu\n", traffic->kernel,
                       traffic->place, (unsigned long long)traffic->groups,
                       (unsigned long long)traffic->actual, shared ? "wavefronts" : "sectors",
                       (unsigned long long)traffic->ideal);

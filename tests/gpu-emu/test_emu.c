@@ -154,7 +154,7 @@ static bool found_once(device *d, const struct kind *kind, int plant, emu_option
     bool right = kind->run(d, plant);
     bool found = emu_found()[0] != '\0';
     if (found)
-        print_message("%s %d: %s\n", kind->name, plant, emu_found());
+        print_message("# %s %d: %s\n", kind->name, plant, emu_found());
     emu_forget();
     device_clear(d);
     emu_forget(); /* what is seen as memory is freed */

@@ -267,7 +267,7 @@ static void compare_text(device *d, void *ctx)
     double off = distance(logits, expected, count);
     if (!(off < model->tolerance))
         fail_msg("%s: logits are off by %g of their size", model->name, off);
-    print_message("[ INFO     ] %s: off by %.2g of the logits' size\n", model->name, off);
+    print_message("# %s: off by %.2g of the logits' size\n", model->name, off);
     rig_end(&r);
     pd_model_file_close(file);
     pd_free(expected);
