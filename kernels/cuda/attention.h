@@ -107,9 +107,12 @@ CU_DEVICE void attention_copy_unit(uint8_t *chunk, const uint8_t *global, uint32
     uint32_t at = unit * 32 + lane;
 
     if (attention_copy<D>::apart)
+        /* wavefronts 2: the padding that ldmatrix needs lies between eight lanes' rows of 64 bytes
+         */
         cu_async_16(chunk + unit * rows * row_bytes, global + unit * 512,
                     unit * rows + lane / pieces < valid);
     else
+        /* wavefronts 1.6: the same padding, where a row ends among eight lanes */
         cu_async_16(chunk + at / pieces * row_bytes + at % pieces * 16, global + unit * 512,
                     at / pieces < valid);
 }

@@ -223,7 +223,7 @@ CU_DEVICE void write_part(const attention_args *args, const int32_t position[2],
             cu_store<float2>(args->part + part * D + tile * 8 + lane % 4 * 2,
                              get_value<D>(state, tile, group, lane));
         float2 pair = {state->largest[group], state->sum[group]};
-        if (lane % 4 == 0)
+        if (lane % 4 == 0) /* sectors 2: each row's pair is a place of its own */
             cu_store<float2>(args->stats + part * 2, pair);
     }
 }
