@@ -633,9 +633,6 @@ static void finish_rest(reading *r)
         TELL_KEY(r, "kv.block_tokens", "must be a multiple of 16, not %u; %u or %u would do",
                  d->kv.block_tokens, d->kv.block_tokens / 16 * 16,
                  (d->kv.block_tokens / 16 + 1) * 16);
-    if (state_of(r, "transfer.backend") == GOOD && d->transfer.backend != NULL &&
-        strcmp(d->transfer.backend, "nccl") == 0)
-        TELL_KEY(r, "transfer.backend", "nccl is not supported yet; write ucx");
     if (state_of(r, "heartbeat.interval") != BAD && state_of(r, "heartbeat.lost_after") != BAD &&
         d->heartbeat.lost_after_ns < 2 * d->heartbeat.interval_ns) {
         const pd_yaml_node *at = r->nodes[key_must("heartbeat.lost_after")];

@@ -120,7 +120,7 @@ typedef struct pd_deployment {
     } kv;
 
     struct {
-        const char *backend;   /* "ucx" */
+        const char *backend;   /* "ucx", "nccl" */
         const char *transport; /* "auto", "shm", "tcp" */
         const char *device;    /* network device for tcp: "lo" */
         bool seals;            /* checked on arrival */

@@ -1,6 +1,6 @@
 #pragma once
 
-/* common/transfer/carrier.h - what a transfer backend (UCX, later NCCL) has to do. Inside
+/* common/transfer/carrier.h - what a transfer backend (UCX, NCCL) has to do. Inside
  * common/transfer only.
  *
  * A carrier has the pool's memory, its own or given, and moves bytes; the engine
@@ -72,3 +72,4 @@ typedef struct pd_carrier_ops {
 } pd_carrier_ops;
 
 extern const pd_carrier_ops pd_carrier_ucx;
+extern const pd_carrier_ops pd_carrier_nccl;

@@ -49,7 +49,7 @@ struct pd_transfer {
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
 };
 
-static const pd_carrier_ops *const carriers[] = {&pd_carrier_ucx};
+static const pd_carrier_ops *const carriers[] = {&pd_carrier_ucx, &pd_carrier_nccl};
 
 static const pd_carrier_ops *carrier_named(const char *name)
 {

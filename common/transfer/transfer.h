@@ -6,8 +6,8 @@
  * A transfer endpoint (pd_transfer) has the memory that others may write: the KV pool is allocated
  * by it, since who carries blocks decides which memory is fast, or given to it, where it must be a
  * device's. It runs on a thread of its own,
- * which alone touches the carrier (UCX). The caller's thread and it talk through bounded queues:
- * every function below is for the owner's loop thread. Results come from pd_transfer_poll,
+ * which alone touches the carrier (UCX, NCCL). The caller's thread and it talk through bounded
+ * queues: every function below is for the owner's loop thread. Results come from pd_transfer_poll,
  * announced by pd_transfer_fd.
  *
  * A put names a peer, a run of source bytes in the own pool and where it goes in the peer's. After
@@ -27,7 +27,7 @@ typedef struct pd_transfer pd_transfer;
 #define PD_TRANSFER_ADDRESS_BYTES_MAX 4096
 
 typedef struct pd_transfer_options {
-    const char *backend;   /* "ucx" */
+    const char *backend;   /* "ucx"; "nccl": between GPUs' pools, messages all the same by UCX */
     const char *transport; /* "shm", "tcp" or "auto" (shm within a host, else tcp) */
     const char *device;    /* network device for tcp, such as "lo"; NULL: lo */
     uint64_t pool_bytes;
@@ -43,6 +43,8 @@ typedef struct pd_transfer_options {
                                     more than 8 MiB are in flight to a peer in any case */
     uint32_t stall_ms;           /* a peer to which nothing moves for so long is down; 0: 5000 */
     uint64_t incarnation;        /* ours, by which others fence us off; 0: nobody can */
+    uint32_t comms_max;          /* nccl: communicators kept at once, some 50 to 100 MiB of the
+                                    GPU's memory each; 0: 16 */
 } pd_transfer_options;
 
 /* What a pool from outside must hold: some bytes behind it are the transfer's own. */

@@ -37,9 +37,9 @@ DOORS = [
     (r"pcre2(posix)?\.h", r"common/text/tokenizer\.c"),
     (r"zmq(_utils)?\.h", r"common/wire/bus\.c"),
     (r"(ucp|uct|ucs|ucm)/.*", r"common/transfer/ucx(_context)?\.[ch]|tests/bench/put_bench\.c"),
-    (r"nccl\.h", r"common/transfer/nccl\.c"),
+    (r"nccl\.h", r"tests/unit/transfer/test_nccl_abi\.c"),
     (r"cublasLt\.h", r"kernels/cuda/blaslt_cuda\.cu"),
-    (r"cuda.*", r"(kernels/cuda|tests/gpu)/.*"),
+    (r"cuda.*", r"((kernels/cuda|tests/gpu)/.*|tests/unit/transfer/test_nccl_abi\.c)"),
     (r"[a-z]*intrin\.h|cpuid\.h", r"kernels/cpu/.*|common/(kv/tile_sum|transfer/copy)_x86\.c"),
     (r"cmocka\.h", r"tests/.*"),
 ]

@@ -95,3 +95,16 @@ def test_a_device_that_cannot_be_had_is_told_at_once(monkeypatch, tmp_path, name
         folder.assert_no_process()
     finally:
         folder.remove()
+
+
+def test_nccl_between_hosts_memories_is_refused_at_once():
+    folder = cl.Folder(transfer={"backend": "nccl"})
+    try:
+        started = time.monotonic()
+        status, _, err = folder.kvferry("up", "-f", folder.file, "--detach")
+        assert status == 1
+        assert time.monotonic() - started < 20 * cl.SLOW
+        assert "the KV pool lies in host memory, and nccl carries GPUs' memory only" in err, err
+        folder.assert_no_process()
+    finally:
+        folder.remove()

@@ -129,13 +129,13 @@ static void faults_come_all_at_once_in_order(void **state)
 {
     (void)state;
     bad("cluster: Demo\n" MODEL "router:\n  listen: 8080\n  polcy: random\nkv: {memory: 2GB}\n"
-        "transfer: {backend: nccl}\nheartbeat: {interval: 5s}\n",
+        "transfer: {backend: pigeon}\nheartbeat: {interval: 5s}\n",
         "f.yaml:1:10: cluster: must be 1 to 63 of a-z, 0-9 and '-' ('-' neither first nor last), "
         "not 'Demo'\n"
         "f.yaml:4:11: router.listen: must be HOST:PORT such as 127.0.0.1:8080, not '8080'\n"
         "f.yaml:5:3: router.polcy: unknown key, did you mean 'router.policy'?\n"
         "f.yaml:6:14: kv.memory: '2GB': units are KiB, MiB, GiB, TiB (powers of 1024); write 2GiB\n"
-        "f.yaml:7:21: transfer.backend: nccl is not supported yet; write ucx\n"
+        "f.yaml:7:21: transfer.backend: must be one of ucx, nccl, not 'pigeon'\n"
         "f.yaml:8:23: heartbeat.lost_after: must be at least two intervals (10s)\n");
 }
 

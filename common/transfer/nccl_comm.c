@@ -1,0 +1,120 @@
+#include "common/transfer/nccl_comm.h"
+
+#include "common/base/clock.h"
+#include "common/base/log.h"
+
+#include <unistd.h>
+
+void pd_nccl_comm_end(pd_carrier *carrier, nccl_link *link)
+{
+    if (link->comm == NULL)
+        return;
+    uint64_t start_ns = pd_clock_now_ns();
+    bool told = false;
+    carrier->library->nccl_comm_abort(link->comm);
+    while (carrier->active == link &&
+           carrier->library->cuda_stream_query(carrier->stream) == PD_CU_NOT_READY) {
+        if (!told && pd_clock_now_ns() - start_ns > PD_NS_PER_S) {
+            pd_log_error("msg=\"transfer: nccl's work goes on after its abort; nothing else can be "
+                         "done until it ends\" link=%016llx",
+                         (unsigned long long)link->id);
+            told = true;
+        }
+        usleep(200);
+    }
+    link->comm = NULL;
+    link->epoch = 0;
+    carrier->comms--;
+}
+
+/* Makes room for one more: the one that was used longest ago goes. Only the active link has work on
+ * the device, so that no other one's communicator is in use. */
+static void comms_evict(pd_carrier *carrier)
+{
+    while (carrier->comms >= carrier->comms_max) {
+        nccl_link *oldest = NULL;
+        for (uint32_t i = 0; i < carrier->links_max; i++) {
+            nccl_link *link = &carrier->links[i];
+            if (link->comm != NULL && link != carrier->active &&
+                (oldest == NULL || link->used_ns < oldest->used_ns))
+                oldest = link;
+        }
+        pd_assert(oldest != NULL);
+        pd_nccl_comm_end(carrier, oldest);
+    }
+}
+
+/* False, logged: NCCL says that something is wrong. *done_out: nothing is under way. */
+bool pd_nccl_comm_look(pd_carrier *carrier, const nccl_link *link, bool *done_out)
+{
+    int error = PD_NCCL_SUCCESS;
+    int result = carrier->library->nccl_comm_error(link->comm, &error);
+    if (result == PD_NCCL_SUCCESS)
+        result = error;
+    *done_out = result == PD_NCCL_SUCCESS;
+    if (result == PD_NCCL_SUCCESS || result == PD_NCCL_IN_PROGRESS)
+        return true;
+    pd_log_warn("msg=\"transfer: nccl: %s\" what=%s link=%016llx",
+                carrier->library->nccl_error_text(result), pd_nccl_what(link),
+                (unsigned long long)link->id);
+    return false;
+}
+
+bool pd_nccl_comm_make(pd_carrier *carrier, nccl_link *link, pd_nccl_id id, uint64_t epoch)
+{
+    const int undefined = PD_NCCL_CONFIG_UNDEFINED;
+    pd_nccl_config config = {
+        .size = sizeof config,
+        .magic = PD_NCCL_CONFIG_MAGIC,
+        .version = PD_NCCL_CONFIG_VERSION,
+        .blocking = 0,
+        .cga_cluster_size = undefined,
+        .min_ctas = undefined,
+        .max_ctas = undefined,
+        .split_share = undefined,
+        .traffic_class = undefined,
+        .collnet_enable = undefined,
+        .cta_policy = undefined,
+        .shrink_share = undefined,
+        .nvls_ctas = undefined,
+        .channels_per_net_peer = undefined,
+        .nvlink_centric_sched = undefined,
+    };
+    pd_nccl_comm_end(carrier, link);
+    comms_evict(carrier);
+    int result = carrier->library->nccl_comm_init(&link->comm, 2, id,
+                                                  link->in ? RECEIVER_RANK : SENDER_RANK, &config);
+    if (link->comm != NULL) {
+        carrier->comms++;
+        link->epoch = epoch;
+    }
+    if (link->comm != NULL && (result == PD_NCCL_SUCCESS || result == PD_NCCL_IN_PROGRESS))
+        return true;
+    pd_log_warn("msg=\"transfer: nccl makes no communicator: %s\" what=%s",
+                carrier->library->nccl_error_text(result), pd_nccl_what(link));
+    return false;
+}
+
+bool pd_nccl_comm_launch(pd_carrier *carrier, nccl_link *link)
+{
+    const pd_nccl_library *l = carrier->library;
+    int result = l->nccl_group_start();
+    for (uint32_t i = 0; result == PD_NCCL_SUCCESS && i < link->count; i++) {
+        const run *r = &link->runs[i];
+        if (link->in)
+            result = l->nccl_recv(carrier->pool + r->offset, r->bytes, PD_NCCL_INT8, SENDER_RANK,
+                                  link->comm, carrier->stream);
+        else
+            result = l->nccl_send(carrier->pool + link->from[i], r->bytes, PD_NCCL_INT8,
+                                  RECEIVER_RANK, link->comm, carrier->stream);
+    }
+    int end = l->nccl_group_end();
+    if (result == PD_NCCL_SUCCESS || result == PD_NCCL_IN_PROGRESS)
+        result = end;
+    link->batch_state = BATCH_LAUNCHING;
+    if (result == PD_NCCL_SUCCESS || result == PD_NCCL_IN_PROGRESS)
+        return true;
+    pd_log_warn("msg=\"transfer: nccl: %s\" what=%s link=%016llx", l->nccl_error_text(result),
+                pd_nccl_what(link), (unsigned long long)link->id);
+    return false;
+}
