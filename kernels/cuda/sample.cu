@@ -299,15 +299,20 @@ sample_pick(uint32_t vocab, const float *logits, const cu_sampling *sampling,
     }
     uint32_t count = sums->counts[threadIdx.x];
     uint64_t weight = sums->weights[threadIdx.x];
-    uint32_t candidates = 0;
-    uint64_t total = 0;
-    for (uint32_t bin = threadIdx.x % 32; bin < KERN_SAMPLE_BINS; bin += 32) {
-        candidates += sums->counts[bin]; /* each warp for itself */
-        total += sums->weights[bin];
-    }
+    uint64_t candidates = count, total = weight;
     for (uint32_t by = 16; by > 0; by /= 2) {
         candidates += cu_shuffle_xor(CU_ALL, candidates, by);
         total += cu_shuffle_xor(CU_ALL, total, by);
+    }
+    if (threadIdx.x % 32 == 0) {
+        space->warp_sums[threadIdx.x / 32] = candidates;
+        space->warp_weights[threadIdx.x / 32] = total;
+    }
+    cu_sync();
+    candidates = total = 0;
+    for (uint32_t warp = 0; warp < PICK_THREADS / 32; warp++) {
+        candidates += space->warp_sums[warp];
+        total += space->warp_weights[warp];
     }
     if (of->top_k > 0 && of->top_k < candidates) {
         find(space, &row, true, of->top_k - 1, count, weight);

@@ -87,7 +87,7 @@ def test_slices_go_over_tcp_too(model, want):
 
 @pytest.mark.parametrize("prefill, decode", [(2, 4), (2, 1)])
 def test_a_damaged_slice_is_found_and_fetched_again(model, want, monkeypatch, prefill, decode):
-    monkeypatch.setenv("KVFERRY_FAULTS", "bit:17,other:29,missing:41")
+    monkeypatch.setenv("KVFERRY_FAULTS", "bit:61,other:79,missing:97")
     monkeypatch.setenv("KVFERRY_ALLOW_FAULTS", "1")
     with split_cluster(model, prefill, decode, kv={"prefix_cache": False}) as one:
         for _ in range(4):

@@ -546,11 +546,16 @@ static void counted_client(stage *s)
     client_post(fd, "/v1/completions", LONG, sizeof LONG - 1);
     client_read_until(fd, "\"index\":1", s->text, sizeof s->text);
     close(fd);
-    usleep(200000);
-    fd = client_connect(s->port);
-    client_get(fd, "/metrics");
-    client_read_until(fd, "kvferry_worker_queue_seconds{", s->text, sizeof s->text);
-    close(fd);
+    /* that the client has left is noticed when something is written to it */
+    for (int turn = 0; turn < 100; turn++) {
+        usleep(100000);
+        fd = client_connect(s->port);
+        client_get(fd, "/metrics");
+        client_read_until(fd, "kvferry_worker_queue_seconds{", s->text, sizeof s->text);
+        close(fd);
+        if (has(s, "kvferry_requests_active 0\n"))
+            break;
+    }
     expect(s, has(s, "finished_reason=\"length\"} 4\n"), "four by length");
     expect(s, has(s, "finished_reason=\"stop\"} 1\n"), "one by its stop string");
     expect(s, has(s, "finished_reason=\"abort\"} 2\n"), "both choices of the client that left");
