@@ -1,4 +1,29 @@
-/* kernels/cuda/attention.cu - paged attention: the launcher, and the merge of splits. */
+/* kernels/cuda/attention.cu - paged attention: the launcher, and the merge of splits.
+ *
+ * Ladder. Instructions are SASS of sm_90, of a warp and a run of 64 positions (decode: of the whole
+ * kernel, both ways of every branch included), heads of 128 and up to 8 query heads a KV head; mma
+ * are among them. K and V of a run are 32 KiB. No GPU has timed this; an H200 can issue 1.05e12
+ * warp instructions a second (132 SMs x 4 x 1.98 GHz), 240 for each KiB at 4.3 TB/s.
+ *
+ * decode                                                    instructions  mma   registers
+ *   1 query and probabilities as two f16, an mma each;              3792  256   155
+ *     a warp a run, cp.async without block barriers
+ *   2 a lane's place and the unit's apart: all addresses            2472  256   143
+ *     are a base and a constant
+ *   3 high and low parts are the rows of one mma: the low           1912  128   128
+ *     parts cost no mma, and no moves of zeros in between
+ *   Version 3 issues 60 instructions a KiB, a quarter of the slots at 4.3 TB/s; heads of 64: 1592,
+ *   100 a KiB, 42 %. The low parts still cost 5 instructions a pair (of query or probabilities) to
+ *   make, about 160 in all, and an add a score and column. Shared memory 68 KiB a block, 3 blocks
+ *   an SM: up to 192 KiB under way, where 4.3 TB/s at 1 us need 33.
+ *   9 to 16 query heads: two groups, 2808 instructions, 256 mma, 210 registers.
+ * prefill (16 rows of the mma to a warp, K and V of a run shared by up to 4 warps)
+ *   1 two f16 parts, an mma each; a split's state in registers      1650  256   239
+ *   2 the parts are rows of one mma, sums apart (as decode);        1700  256   255
+ *     what is asked for once a split lies in shared memory
+ *   Of the 1700, 640 are the exponentials of 16 rows.
+ * No spills on sm_80, sm_90, sm_100; heads of 256 keep a split's state in shared memory in prefill.
+ */
 
 #include "kernels/cuda/attention.h"
 

@@ -9,7 +9,7 @@ import sys
 HELP = ("Scattered blocks of 64 KiB from one process into another's pool, 4 and 64 MiB a batch, over shared "
         "memory and tcp, beside UCX alone, NIXL, Mooncake and a copy; counted when acknowledged.")
 
-PACKAGES = ["libucx-cu12==1.22.0", "nixl==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
+PACKAGES = ["nixl==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
 LINE = re.compile(r"^(\d+\.\d+) (\d+\.\d+)$", re.M)
 SHM = {"UCX_TLS": "posix,sysv,cma,self", "UCX_ALLOC_PRIO": "md:sysv,md:posix,thp,mmap,heap"}
 TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_TCP_TX_SEG_SIZE": "1m",
@@ -33,20 +33,12 @@ def peers_python(context):
     return python
 
 
-def wheel_build(context, python):
-    """A second build, against the UCX of PyPI. Its .pc names the machine it was made on."""
-    build = context.cache / "build-ucx-wheel"
-    site = context.output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
-    pkgconfig = os.path.join(site.strip(), "libucx", "lib", "pkgconfig")
-    native = context.cache / "ucx-wheel.ini"
-    native.write_text("[binaries]\npkg-config = ['pkg-config', '--define-prefix']\n",
-                      encoding="utf-8")
+def wheel_build(context):
+    """A second build, against the UCX of PyPI."""
+    build = context.cache / "build-ucx-cu13"
+    context.command([context.root / "tests" / "ucx-wheel", "--setup", build, "-Dtests=true", "-Dcuda=disabled", "-Dgpu_emu=disabled"])
     meson = context.root / ".venv" / "bin" / "meson"
-    tool = str(meson) if meson.exists() else "meson"
-    if not (build / "build.ninja").exists():
-        context.command([tool, "setup", build, context.root, "-Dtests=true", "--native-file", native],
-                        env={**os.environ, "PKG_CONFIG_PATH": pkgconfig})
-    context.command([tool, "compile", "-C", build, "transfer_bench", "put_bench"])
+    context.command([meson, "compile", "-C", build, "transfer_bench", "put_bench"])
     return build
 
 
@@ -141,9 +133,9 @@ def compare(context, transport, mib, rates):
 
 def run(context, args):
     builds = {"1.13": context.build_dir()}
-    python = None if args.no_peers and args.no_wheel else peers_python(context)
+    python = None if args.no_peers else peers_python(context)
     if not args.no_wheel:
-        builds["1.22"] = wheel_build(context, python)
+        builds["1.22"] = wheel_build(context)
     for transport in ("shm", "tcp"):
         value = perftest(context, transport)
         if value:
@@ -151,7 +143,7 @@ def run(context, args):
                                  "GB/s")
         for mib, blocks in ((4, 64), (64, 1024)):
             seen = {}
-            table = candidates(builds, None if args.no_peers else python, transport, blocks)
+            table = candidates(builds, python, transport, blocks)
             for _ in range(args.rounds):  # side by side, so that a busy moment hits all
                 for name, (argv, env) in table.items():
                     measured = measure(f"{name}, {transport} {mib} MiB", argv, env)
