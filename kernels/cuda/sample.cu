@@ -316,13 +316,11 @@ sample_pick(uint32_t vocab, const float *logits, const cu_sampling *sampling,
     }
     if (of->top_k > 0 && of->top_k < candidates) {
         find(space, &row, true, of->top_k - 1, count, weight);
-        total = space->found_weight;
-        cu_sync(); /* the next search writes it */
+        total = space->found_weight; /* the next search begins with a barrier */
     }
     if (of->top_p < 1) {
         find(space, &row, false, kern_sample_top_p_target(total, of->top_p), count, weight);
         total = space->found_weight;
-        cu_sync();
     }
     uint64_t random = kern_sample_bits(of->seed, of->choice, of->position);
     find(space, &row, false, kern_mul_high(random, total), count, weight);

@@ -17,6 +17,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import threading
 
@@ -26,7 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("KVFERRY_BUILD", ROOT / "build"))
 KERNELS = ROOT / "kernels" / "cuda"
 FEW = 3
-LIMIT_S = 400  # of a test; the longest takes a fifth of it, and a mutant may wait for ever
+CPU_S, LIMIT_S = 30, 400  # of a test; the longest takes half the first, and a mutant may go on for ever
 CALL = re.compile(
     r"\b(cu_sync\s*\(\s*\)|cu_sync_warp\s*\([^;]*\)|cu_async_wait\s*<[^;]*>\s*\(\s*\)|cu_barrier_wait\s*\([^;]*\))\s*;"
 )
@@ -128,7 +129,8 @@ def run(exe):
     """What the test says first of what is wrong; "": nothing is."""
     env = dict(os.environ, KVFERRY_SOURCE=str(ROOT), KVFERRY_FULL="0", KVFERRY_SEED="1")
     env.pop("CMOCKA_MESSAGE_OUTPUT", None)  # in its own form a failure is on stderr, at once
-    with subprocess.Popen([exe], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as test:
+    limited = ["sh", "-c", f'ulimit -t {CPU_S}; exec "$0"', exe]
+    with subprocess.Popen(limited, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as test:
         clock = threading.Timer(LIMIT_S, test.kill)
         clock.start()
         said, failed = "", False
@@ -144,6 +146,8 @@ def run(exe):
         clock.cancel()
     if late:
         return f"no end in {LIMIT_S} s"
+    if status in (-signal.SIGXCPU, -signal.SIGKILL) and not failed:
+        return f"no end in {CPU_S} s of CPU"
     return said or "failed" if failed else "" if status == 0 else f"exit {status}"
 
 
@@ -163,7 +167,7 @@ def caught(tmp, mutant):
         command[out + 1] = str(mutated)
         command[out + 2 : out + 2] = objects  # in front of the libraries, which then need not give theirs
         subprocess.run(command, cwd=BUILD, check=True, capture_output=True, text=True)
-        said = said or run(mutated)
+        said = said or run(mutated).replace(f"{folder}/", "")
     shutil.rmtree(folder)
     print(f"{what}: {'caught: ' + said if said else 'SURVIVED'}", flush=True)
     return said
@@ -184,6 +188,8 @@ def test_a_missing_barrier_is_found(tmp_path):
     only = os.environ.get("KVFERRY_MUTANTS")  # "sample.cu": by hand, those alone
     if only:
         chosen = [mutant for mutant in mutants() if re.search(only, mutant[-1])]
+    nothing = (KERNELS / "rows.cu", 0, 0, "", "rows.cu, nothing taken out")
+    assert not caught(tmp_path, nothing), "what is not changed fails"
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         said = list(pool.map(lambda mutant: caught(tmp_path, mutant), chosen))
     missed = [what for (*_, what), text in zip(chosen, said) if not text]
