@@ -223,7 +223,7 @@ CU_DEVICE void fold_runs(const attention_args *args, const decode_place *place,
     for (uint32_t at = threadIdx.x; at < place->heads * (D / 4); at += WARPS * 32) {
         uint32_t head = at / (D / 4), column = at % (D / 4) * 4;
         const uint8_t *values = shared + (head * decode_shape<D>::value_stride + column) * 4;
-        /* wavefronts 1.2: where a head ends among eight lanes, the next begins behind its padding */
+        /* wavefronts 1.2: where a head ends among eight lanes, padding comes before the next */
         float4 value = cu_load<float4>(values);
         float2 state = cu_load<float2>(&stats[0][head]);
 
