@@ -119,6 +119,12 @@ template <int D> CU_KERNEL(MERGE_WARPS * 32, 4) attention_merge_kernel(const att
     }
 }
 
+bool cu_attention_supports(uint32_t head_dim)
+{
+    return head_dim == 32 || head_dim == 64 || head_dim == 80 || head_dim == 96 ||
+           head_dim == 128 || head_dim == 256;
+}
+
 static pd_status merge(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
                        uint32_t rows)
 {

@@ -8,6 +8,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -93,8 +94,12 @@ static pd_status failed(gpu *g, cudaError_t error, const char *call, const char 
 {
     (void)cudaGetLastError(); /* not to be taken for the next call's */
     if (is_sticky(error)) {
-        if (g->why_taken.exchange(true))
+        if (g->why_taken.exchange(true)) {
+            /* whoever hears of this failure may ask gpu_broken at once */
+            while (!g->broken.load(std::memory_order_acquire))
+                sched_yield();
             return PD_E_INTERNAL;
+        }
         snprintf(g->why, sizeof g->why, "%s (%s, seen by %s%s%s)", cudaGetErrorString(error),
                  cudaGetErrorName(error), call, detail[0] != 0 ? ": " : "", detail);
         g->broken.store(true, std::memory_order_release);
@@ -175,6 +180,9 @@ static int numa_node_of(const char *bus)
     return node;
 }
 
+/* What sm_80 has for a block; sm_86 and sm_89 have 99 KiB, too little for the widest tiles. */
+enum { SHARED_BYTES_MIN = 163 << 10 };
+
 static pd_status describe(gpu *g)
 {
     cudaDeviceProp properties;
@@ -203,6 +211,13 @@ static pd_status describe(gpu *g)
         pd_log_error("msg=\"gpu: %s is sm_%d%d, and there are kernels for sm_8x, sm_9x and "
                      "sm_10x\" device=%d bus=%s",
                      info->name, properties.major, properties.minor, g->device, info->bus);
+        return PD_E_UNSUPPORTED;
+    }
+    if (info->shared_bytes_max < SHARED_BYTES_MIN) {
+        pd_log_error("msg=\"gpu: %s (sm_%d%d) has %u bytes of shared memory for a block, and the "
+                     "kernels need %d, as sm_80, sm_90 and sm_100 have\" device=%d bus=%s",
+                     info->name, properties.major, properties.minor, info->shared_bytes_max,
+                     SHARED_BYTES_MIN, g->device, info->bus);
         return PD_E_UNSUPPORTED;
     }
     return PD_OK;

@@ -153,6 +153,7 @@ PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu
  * no tile is not computed. head_dim: 32, 64, 80, 96, 128, 256, others are PD_E_UNSUPPORTED.
  * scratch: cu_attention_scratch_bytes, which grows with rows and positions_max; for decode false it
  * is CU_ATTENTION_PREFILL_SCRATCH at most. */
+bool cu_attention_supports(uint32_t head_dim);
 #define CU_ATTENTION_PREFILL_SCRATCH (64u << 20)
 uint64_t cu_attention_scratch_bytes(bool decode, uint32_t rows, uint32_t heads, uint32_t head_dim,
                                     uint32_t positions_max);

@@ -394,12 +394,12 @@ static pd_status run_step(kern_loaded *model, const kern_backend_step *step, con
 {
     pd_status status = queue_step(model, plan);
 
+    if (status == PD_OK) /* before what may wait for the whole step: copies to pageable memory */
+        status = cu_groups_wait(model->groups);
     if (status == PD_OK && model->weights.rank == 0)
         status = copy_logits(model, step);
     if (status == PD_OK)
         status = gpu_event_record(model->done, model->stream);
-    if (status == PD_OK)
-        status = cu_groups_wait(model->groups);
     if (status == PD_OK)
         return gpu_event_wait(model->done);
     /* The next step's upload must not meet this one's kernels. */

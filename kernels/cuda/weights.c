@@ -266,18 +266,18 @@ static pd_status check_shape(const pd_model_file *file, const pd_model_shape *sh
 {
     uint32_t group_dims = shape->heads / shape->kv_heads * shape->head_dim;
 
-    if (shape->head_dim % 16 == 0 && group_dims % 32 == 0 && shape->hidden % 32 == 0 &&
-        shape->ffn % 32 == 0 && shape->rope_dims % 2 == 0 && shape->rope_dims <= shape->head_dim &&
+    if (group_dims % 32 == 0 && shape->hidden % 32 == 0 && shape->ffn % 32 == 0 &&
+        shape->rope_dims % 2 == 0 && shape->rope_dims <= shape->head_dim &&
         shape->kv_heads <= KERN_LEAVES_MAX && shape->hidden <= CU_HIDDEN_MAX &&
-        shape->head_dim <= CU_HEAD_DIM_MAX)
+        cu_attention_supports(shape->head_dim))
         return PD_OK;
-    pd_log_error("msg=\"cuda: a shape the kernels cannot take: head_dim must be a multiple of 16 "
-                 "and at most %d, hidden (at most %d), ffn and a KV head's query dimensions "
-                 "multiples of 32, KV heads at most %d\" path=%s hidden=%u ffn=%u head_dim=%u "
-                 "heads=%u kv_heads=%u rope_dims=%u",
-                 CU_HEAD_DIM_MAX, CU_HIDDEN_MAX, KERN_LEAVES_MAX, pd_model_file_path(file),
-                 shape->hidden, shape->ffn, shape->head_dim, shape->heads, shape->kv_heads,
-                 shape->rope_dims);
+    pd_log_error(
+        "msg=\"cuda: a shape the kernels cannot take: head_dim must be 32, 64, 80, 96, 128 "
+        "or 256, hidden (at most %d), ffn and a KV head's query dimensions "
+        "multiples of 32, KV heads at most %d\" path=%s hidden=%u ffn=%u head_dim=%u "
+        "heads=%u kv_heads=%u rope_dims=%u",
+        CU_HIDDEN_MAX, KERN_LEAVES_MAX, pd_model_file_path(file), shape->hidden, shape->ffn,
+        shape->head_dim, shape->heads, shape->kv_heads, shape->rope_dims);
     return PD_E_UNSUPPORTED;
 }
 

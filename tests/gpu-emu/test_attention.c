@@ -611,6 +611,7 @@ static void other_head_sizes_are_refused(void **state)
                 .half_bytes = 1536,
                 .layer_bytes = 3072};
 
+    assert_true(cu_attention_supports(64) && !cu_attention_supports(48));
     for (int decode = 0; decode < 2; decode++)
         assert_int_equal(
             cu_attention(d->stream, &step, &kv, 0, 1, decode == 1, 16, 1, NULL, NULL, NULL),
