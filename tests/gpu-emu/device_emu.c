@@ -66,7 +66,7 @@ static double allowed(const char *place, const char *word)
 {
     char path[512], line[512];
     const char *root = getenv("KVFERRY_SOURCE"), *colon = strrchr(place, ':');
-    int number = colon != NULL ? atoi(colon + 1) : 0, at = 0;
+    long number = colon != NULL ? strtol(colon + 1, NULL, 10) : 0, at = 0;
     double most = 1;
     FILE *file;
 

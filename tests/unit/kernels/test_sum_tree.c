@@ -13,6 +13,13 @@
 
 #define TEXT_BYTES 1024
 
+static void join(const char *left, const char *right, char *out)
+{
+    int len = snprintf(out, TEXT_BYTES, "(%s+%s)", left, right);
+
+    assert_true(len > 0 && len < TEXT_BYTES);
+}
+
 /* The definition, as text: "((0+1)+2)". */
 static void spell(uint32_t lo, uint32_t n, char *out)
 {
@@ -24,9 +31,7 @@ static void spell(uint32_t lo, uint32_t n, char *out)
     }
     spell(lo, kern_tree_left(n), left);
     spell(lo + kern_tree_left(n), n - kern_tree_left(n), right);
-    assert_true(strlen(left) + strlen(right) + 4 <= TEXT_BYTES);
-    strcpy(out, "(");
-    strcat(strcat(strcat(strcat(out, left), "+"), right), ")");
+    join(left, right, out);
 }
 
 static void put_together(char waiting[][TEXT_BYTES], uint32_t *depth, uint32_t adds, char *own)
@@ -36,10 +41,8 @@ static void put_together(char waiting[][TEXT_BYTES], uint32_t *depth, uint32_t a
     for (; adds > 0; adds--) {
         assert_true(*depth > 0);
         (*depth)--;
-        assert_true(strlen(waiting[*depth]) + strlen(own) + 4 <= TEXT_BYTES);
-        strcpy(sum, "(");
-        strcat(strcat(strcat(strcat(sum, waiting[*depth]), "+"), own), ")");
-        strcpy(own, sum);
+        join(waiting[*depth], own, sum);
+        memcpy(own, sum, sizeof sum);
     }
 }
 
