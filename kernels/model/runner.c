@@ -92,9 +92,11 @@ static pd_status runner_create(const pd_model_file *file, const pd_worker_engine
 
 static void runner_stop(pd_worker_engine *engine)
 {
-    kern_engine_stop(engine->engine);
+    /* first, so that a step which waits for a rank that stands still does not hold up the end: what
+     * comes of a step is not wanted any more */
     if (engine->comm != NULL)
         kern_comm_end(engine->comm);
+    kern_engine_stop(engine->engine);
 }
 
 static void runner_serve(pd_worker_engine *engine)

@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 import cluster as cl
 from conftest import FULL
-
-# Not run with sanitizers yet: a rank is a process of its own, and eight of them share two cores.
-pytestmark = pytest.mark.skipif(cl.SANITIZED, reason="ranks are not run with sanitizers yet")
 
 PROMPTS = [
     "Once upon a time",
@@ -106,8 +104,14 @@ def test_a_damaged_slice_is_found_and_fetched_again(model, want, monkeypatch, pr
         assert planted and {found[2] for found in slices} <= planted
 
 
+@pytest.fixture
+def peers_die(monkeypatch):
+    """Leak checks know what UCX forgets when it meets a dead process's memory."""
+    monkeypatch.setenv("LSAN_OPTIONS", f"print_suppressions=0:suppressions={os.path.join(cl.ROOT, 'tests', 'lsan.supp')}")
+
+
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_a_rank_that_is_killed_ends_its_worker_alone(model, want, victim):
+def test_a_rank_that_is_killed_ends_its_worker_alone(model, want, peers_die, victim):
     """Streams that it hits end with an error that says so or go on and are right; afterwards all is as before."""
     with split_cluster(model, 2, 4, workers=4, ratio="1:1") as one:
         before, others = one.worker(victim), {w["name"]: w["incarnation"] for w in one.workers() if w["name"] != victim}
@@ -146,7 +150,7 @@ def test_a_rank_that_is_killed_ends_its_worker_alone(model, want, victim):
         one.assert_clean()
 
 
-def test_a_leader_that_is_killed_leaves_no_rank(model, want):
+def test_a_leader_that_is_killed_leaves_no_rank(model, want, peers_die):
     with split_cluster(model, 2, 2) as one:
         before, ranks = one.worker("decode-0"), ranks_of(one, "decode-0")
         os.kill(before["pid"], signal.SIGKILL)
@@ -154,6 +158,30 @@ def test_a_leader_that_is_killed_leaves_no_rank(model, want):
         cl.wait_until(lambda: (one.worker("decode-0") or before)["incarnation"] != before["incarnation"]
                       and one.worker("decode-0")["state"] == "ready", 30, "decode-0 did not come back")
         assert answers(one) == want
+
+
+def test_a_worker_whose_rank_stands_still_leaves_when_it_is_told(model):
+    with split_cluster(model, 1, 2) as one:
+        pid, rank = one.worker("decode-0")["pid"], ranks_of(one, "decode-0")[1]
+        os.kill(rank, signal.SIGSTOP)
+        asker = threading.Thread(target=lambda: one.stream(PROMPTS[0], TOKENS), daemon=True)
+        asker.start()
+        cl.wait_until(lambda: one.worker("decode-0")["running"] == 1, 10, "the request did not come to the stopped rank")
+        for _ in range(2):  # the second one asks for no grace
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.5)
+        cl.wait_until(lambda: not {pid, rank} & set(map(int, one.processes())), 5, "it was told to leave, and has not left")
+        asker.join(60)
+
+
+def test_a_split_on_a_device_without_it_is_refused(model):
+    one = cl.Folder(model={"path": model, "context": cl.CONTEXT}, decode={"tensor_parallel": 2, "device": "cuda-emu"})
+    try:
+        status, out, err = one.kvferry("check", "-f", one.file)
+        assert status != 0, out
+        assert "decode.tensor_parallel: no tensor parallelism on device cuda-emu yet" in err, (out, err)
+    finally:
+        one.remove()
 
 
 def test_what_does_not_divide_is_refused_with_the_reason():
