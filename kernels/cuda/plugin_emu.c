@@ -1,7 +1,5 @@
 #include "kernels/cuda/plugin.h"
 
-#include "common/base/log.h"
-
 /* Never better than anything. Its pool is host memory, but the emulator's own: between guard zones.
  */
 #define SCORE 1
@@ -18,22 +16,6 @@ static pd_status create(const pd_model_file *file, const kern_backend_options *o
 }
 
 const kern_backend kern_backend_plugin = {
-    .abi = KERN_BACKEND_ABI,
-    .struct_bytes = sizeof(kern_backend),
-    .name = "cuda-emu",
-    .pool_kind = PD_MEMORY_HOST,
-    .pool_own = true,
-    .probe = probe,
-    .attach = pd_log_init,
-    .create = create,
-    .destroy = cu_model_destroy,
-    .describe = cu_model_describe,
-    .bytes = cu_model_bytes,
-    .broken = cu_model_broken,
-    .pool_alloc = cu_model_pool_alloc,
-    .pool_free = cu_model_pool_free,
-    .bind = cu_model_bind,
-    .step = cu_model_step,
-    .seal = cu_model_seal,
-    .check = cu_model_check,
+    CU_PLUGIN_TABLE, .name = "cuda-emu", .pool_kind = PD_MEMORY_HOST,
+    .probe = probe,  .create = create,
 };

@@ -1,6 +1,5 @@
-#include "tests/gpu-emu/device.h"
+#include "tests/gpu-emu/device_body.h"
 
-#include "common/base/mem.h"
 #include "kernels/cuda/emu/emu.h"
 
 #include <setjmp.h>
@@ -11,38 +10,19 @@
 
 #include <cmocka.h>
 
-struct memory {
-    struct memory *next;
-    void *at;
-};
-
-static struct {
-    device device;
-    struct memory *memory;
-    char way[128]; /* in which it runs now */
-} here;
-
-static void free_all(device *d)
-{
-    while (here.memory != NULL) {
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
-}
+static char way[128]; /* in which it runs now */
 
 /* What is found ends its own test alone. */
-static void check(pd_status status, const char *what)
+void device_check(device *d, pd_status status, const char *what)
 {
     char found[1024];
 
     if (status == PD_OK && emu_found()[0] == '\0')
         return;
     snprintf(found, sizeof found, "%s", emu_found());
-    free_all(&here.device);
+    device_free_all(d);
     emu_forget();
-    fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), found, here.way);
+    fail_msg("%s: %s: %s (%s)", what, pd_status_name(status), found, way);
 }
 
 int device_setup(void **state)
@@ -50,13 +30,13 @@ int device_setup(void **state)
     emu_options options = {.seed = 1};
 
     emu_configure(&options);
-    if (gpu_open(0, &here.device.gpu) != PD_OK)
-        return 1;
-    gpu_use(here.device.gpu);
-    if (gpu_stream_create(here.device.gpu, &here.device.stream) != PD_OK)
-        return 1;
-    *state = &here.device;
-    return 0;
+    *state = device_open();
+    return *state == NULL ? 1 : 0;
+}
+
+void device_poison(device *d, void *memory, size_t bytes)
+{
+    (void)d, (void)memory, (void)bytes; /* the emulator's is poisoned already */
 }
 
 /* --- sectors and wavefronts --- */
@@ -114,61 +94,17 @@ int device_teardown(void **state)
     device *d = *state;
     bool ideal = traffic_is_ideal();
 
-    free_all(d); /* of a test that failed */
-    gpu_stream_destroy(d->stream);
-    gpu_close(d->gpu);
+    device_close(d);
     return ideal ? 0 : 1;
-}
-
-void *device_space(device *d, size_t bytes)
-{
-    struct memory *m = pd_malloc(sizeof *m);
-
-    assert_non_null(m);
-    pd_status status = gpu_alloc(d->gpu, bytes, &m->at);
-    if (status == PD_OK) {
-        m->next = here.memory;
-        here.memory = m;
-    } else
-        pd_free(m);
-    check(status, "gpu_alloc");
-    return here.memory->at;
-}
-
-void *device_upload(device *d, const void *host, size_t bytes)
-{
-    void *memory = device_space(d, bytes);
-
-    check(gpu_copy_in(d->stream, memory, host, bytes), "gpu_copy_in");
-    check(gpu_stream_wait(d->stream), "gpu_stream_wait");
-    return memory;
-}
-
-void device_download(device *d, void *host, const void *memory, size_t bytes)
-{
-    check(gpu_copy_out(d->stream, host, memory, bytes), "gpu_copy_out");
-    device_finish(d);
-}
-
-void device_finish(device *d)
-{
-    check(gpu_stream_wait(d->stream), "gpu_stream_wait");
-}
-
-void device_clear(device *d)
-{
-    device_finish(d);
-    free_all(d);
-    check(PD_OK, "gpu_free");
 }
 
 static void once(device *d, emu_options options, void (*run)(device *d, void *ctx), void *ctx)
 {
     static const char *const orders[] = {"forward", "reverse", "random"};
 
-    snprintf(here.way, sizeof here.way, "order %s, copies %s, streams %s, seed %llu",
-             orders[options.order], options.late_copies ? "late" : "early",
-             options.late_streams ? "late" : "early", (unsigned long long)options.seed);
+    snprintf(way, sizeof way, "order %s, copies %s, streams %s, seed %llu", orders[options.order],
+             options.late_copies ? "late" : "early", options.late_streams ? "late" : "early",
+             (unsigned long long)options.seed);
     emu_configure(&options);
     run(d, ctx);
     device_clear(d);
@@ -191,7 +127,7 @@ void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), v
                                .late_copies = late == 1,
                                .late_streams = i % 2 == 1},
                  run, ctx);
-    here.way[0] = '\0';
+    way[0] = '\0';
 }
 
 void device_traffic_clear(device *d)

@@ -1,9 +1,7 @@
 /* tests/gpu-emu/device.h on a real GPU, where nobody counts sectors. Where there is none the test
  * ends with 77: skipped. */
 
-#include "tests/gpu-emu/device.h"
-
-#include "common/base/mem.h"
+#include "tests/gpu-emu/device_body.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -14,19 +12,9 @@
 
 #define SKIPPED 77
 
-struct memory {
-    struct memory *next;
-    void *at;
-};
-
-static struct {
-    device device;
-    struct memory *memory;
-} here;
-
-static void check(pd_status status, const char *what)
+void device_check(device *d, pd_status status, const char *what)
 {
-    const char *broken = gpu_broken(here.device.gpu);
+    const char *broken = gpu_broken(d->gpu);
 
     if (broken != NULL) { /* nothing after it can be told */
         fprintf(stderr, "%s: the device is lost: %s\n", what, broken);
@@ -44,74 +32,19 @@ int device_setup(void **state)
         fprintf(stderr, "skipped: %s\n", reason);
         exit(SKIPPED);
     }
-    if (gpu_open(0, &here.device.gpu) != PD_OK)
-        return 1;
-    gpu_use(here.device.gpu);
-    if (gpu_stream_create(here.device.gpu, &here.device.stream) != PD_OK)
-        return 1;
-    *state = &here.device;
-    return 0;
-}
-
-static void free_all(device *d)
-{
-    while (here.memory != NULL) {
-        struct memory *m = here.memory;
-        here.memory = m->next;
-        gpu_free(d->gpu, m->at);
-        pd_free(m);
-    }
+    *state = device_open();
+    return *state == NULL ? 1 : 0;
 }
 
 int device_teardown(void **state)
 {
-    device *d = *state;
-
-    free_all(d); /* of a test that failed */
-    gpu_stream_destroy(d->stream);
-    gpu_close(d->gpu);
+    device_close(*state);
     return 0;
 }
 
-void *device_space(device *d, size_t bytes)
+void device_poison(device *d, void *memory, size_t bytes)
 {
-    struct memory *m = pd_malloc(sizeof *m);
-
-    assert_non_null(m);
-    pd_status status = gpu_alloc(d->gpu, bytes, &m->at);
-    if (status != PD_OK)
-        pd_free(m);
-    check(status, "gpu_alloc");
-    m->next = here.memory;
-    here.memory = m;
-    check(gpu_fill(d->stream, m->at, 0xff, bytes), "gpu_fill");
-    return m->at;
-}
-
-void *device_upload(device *d, const void *host, size_t bytes)
-{
-    void *memory = device_space(d, bytes);
-
-    check(gpu_copy_in(d->stream, memory, host, bytes), "gpu_copy_in");
-    check(gpu_stream_wait(d->stream), "gpu_stream_wait");
-    return memory;
-}
-
-void device_download(device *d, void *host, const void *memory, size_t bytes)
-{
-    check(gpu_copy_out(d->stream, host, memory, bytes), "gpu_copy_out");
-    device_finish(d);
-}
-
-void device_finish(device *d)
-{
-    check(gpu_stream_wait(d->stream), "gpu_stream_wait");
-}
-
-void device_clear(device *d)
-{
-    device_finish(d);
-    free_all(d);
+    device_check(d, gpu_fill(d->stream, memory, 0xff, bytes), "gpu_fill");
 }
 
 void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), void *ctx)
