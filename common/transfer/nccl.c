@@ -102,7 +102,7 @@ static nccl_link *place_for_sender(pd_carrier *carrier)
             oldest = link;
     }
     if (oldest != NULL)
-        oldest->broken = true; /* free when it is closed; the sender says hello again */
+        oldest->broken = true; /* free when it is closed; its sender waits for its own deadline */
     return NULL;
 }
 
