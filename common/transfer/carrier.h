@@ -33,10 +33,17 @@ typedef struct pd_carrier_events {
 #define PD_CARRIER_PAGE          4096u
 #define PD_CARRIER_POOL_TAIL     PD_CARRIER_PAGE
 
+/* The shape of a peer's pool; checked. */
+typedef struct pd_carrier_pool {
+    uint64_t bytes;  /* a multiple of pieces */
+    uint32_t pieces; /* 1 .. PD_TRANSFER_PIECES_MAX */
+} pd_carrier_pool;
+
 typedef struct pd_carrier_ops {
     const char *name;
-    /* pool_bytes of options are for the caller; a carrier may use PD_CARRIER_POOL_TAIL more, from
-     * the next page on. */
+    /* pieces of options is at least 1, and piece_memory NULL for a pool that the carrier allocates:
+     * pool is not looked at. Of each piece, pool_bytes / pieces are for the caller; a carrier may
+     * use PD_CARRIER_POOL_TAIL more, from the next page on. */
     pd_status (*create)(const pd_transfer_options *options, const pd_carrier_events *events,
                         void *engine, pd_carrier **carrier_out);
     void (*destroy)(pd_carrier *carrier);
@@ -54,12 +61,13 @@ typedef struct pd_carrier_ops {
     /* Starts connecting peer, a number below peers_max that is not open; `opened` follows, and in
      * any case close is called once later. PD_OK or the reason it cannot work. */
     pd_status (*open)(pd_carrier *carrier, pd_peer peer, const void *address, size_t bytes,
-                      uint64_t peer_pool_bytes);
+                      pd_carrier_pool peer_pool);
     /* Cuts the connection, whatever is under way; `closed` follows, unless the carrier hangs. */
     void (*close)(pd_carrier *carrier, pd_peer peer);
     /* Operations on an open peer. PD_OK: done already, the event does not follow; PD_E_AGAIN:
      * started, the event follows; PD_E_OVERLOAD (not from flush): nothing was started, and fd will
-     * be readable when it may go again; else failed. Ranges were checked. */
+     * be readable when it may go again; else failed. Ranges were checked: a put is within one
+     * piece on either side. */
     pd_status (*put)(pd_carrier *carrier, pd_peer peer, uint64_t source_offset,
                      uint64_t target_offset, uint64_t bytes, uint64_t token);
     /* Done when every put before it is at the target. */

@@ -361,7 +361,7 @@ static void control_connect(pd_engine *engine, const pd_engine_control *control)
         .moved_ns = engine->now_ns,
     };
     pd_status status = engine->ops->open(engine->carrier, control->peer, control->address,
-                                         control->address_bytes, control->peer_pool_bytes);
+                                         control->address_bytes, control->peer_pool);
     pd_free(control->address);
     if (status != PD_OK)
         peer_break(engine, control->peer, status);

@@ -62,7 +62,7 @@ typedef struct pd_engine_control {
     /* connect: the engine's from here on */
     unsigned char *address; /* the carrier's part */
     size_t address_bytes;
-    uint64_t peer_pool_bytes;
+    pd_carrier_pool peer_pool;
     /* connected or down; down; closed. fence: fenced. So that none can be missing. */
     pd_engine_event *events[3];
     uint64_t incarnation; /* fence */

@@ -473,11 +473,14 @@ static bool active_progress(pd_carrier *carrier)
 
 /* ---- progress ---- */
 
+/* Of the carrier of messages, which has no blocks to move. */
+static const pd_carrier_pool message_pool = {.bytes = PD_CARRIER_PAGE, .pieces = 1};
+
 static bool open_wanted(pd_carrier *carrier, nccl_link *link)
 {
     link->state = LINK_OPENING;
     if (pd_carrier_ucx.open(carrier->base, pd_nccl_index(carrier, link), link->hello,
-                            link->hello_bytes, PD_CARRIER_PAGE) != PD_OK)
+                            link->hello_bytes, message_pool) != PD_OK)
         link->broken = true;
     return true;
 }
@@ -562,11 +565,11 @@ static bool arm(pd_carrier *carrier)
 /* ---- operations ---- */
 
 static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
-                           uint64_t peer_pool_bytes)
+                           pd_carrier_pool peer_pool)
 {
     nccl_link *link = &carrier->links[index];
     nccl_address head;
-    (void)peer_pool_bytes;
+    (void)peer_pool;
     if (len < sizeof head) {
         pd_log_error("msg=\"transfer: a peer's address is malformed\" bytes=%zu", len);
         return PD_E_INVALID;
@@ -600,7 +603,7 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
         .incarnation = incarnation,
     };
     return pd_carrier_ucx.open(carrier->base, index, (const unsigned char *)bytes + sizeof head,
-                               head.base_bytes, PD_CARRIER_PAGE);
+                               head.base_bytes, message_pool);
 }
 
 /* While the receiver may hold receives of this link it may still write: `closed` waits for its
@@ -717,9 +720,9 @@ static pd_status init_device(pd_carrier *carrier)
 static pd_status init_base(pd_carrier *carrier, const pd_transfer_options *options)
 {
     pd_transfer_options base = *options;
-    base.pool = NULL;
+    base.piece_memory = NULL;
     base.pool_kind = PD_MEMORY_HOST;
-    base.pool_bytes = PD_CARRIER_PAGE;
+    base.pool_bytes = message_pool.bytes;
     base.peers_max = carrier->links_max;
     pd_status status = pd_carrier_ucx.create(&base, &base_events, carrier, &carrier->base);
     if (status != PD_OK)
@@ -807,6 +810,12 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
                      "memory only\" backend=nccl");
         return PD_E_UNSUPPORTED;
     }
+    if (options->pieces > 1) {
+        pd_log_error("msg=\"transfer: the KV pool lies in several GPUs' memory, and nccl carries "
+                     "that of one\" backend=nccl pieces=%u",
+                     options->pieces);
+        return PD_E_UNSUPPORTED;
+    }
     pd_status status = pd_nccl_library_load(&library);
     if (status != PD_OK)
         return status;
@@ -818,7 +827,7 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     carrier->library = library;
     carrier->peers_max = options->peers_max;
     carrier->links_max = 2 * options->peers_max + SENDERS_MORE;
-    carrier->pool = options->pool;
+    carrier->pool = options->piece_memory[0];
     carrier->pool_bytes = options->pool_bytes;
     carrier->id = pd_random_id();
     carrier->comms_max = options->comms_max != 0 ? options->comms_max : COMMS_DEFAULT;

@@ -12,7 +12,7 @@
 #define MERGED_BYTES_MAX (1u << 20)
 
 #define ADDRESS_MAGIC   0x3146584bu /* "KXF1" */
-#define ADDRESS_VERSION 5           /* of the carriers' messages too */
+#define ADDRESS_VERSION 6           /* of the carriers' messages too */
 
 /* An address: this, then the carrier's part. */
 typedef struct address_header {
@@ -22,19 +22,22 @@ typedef struct address_header {
     char backend[8]; /* NUL-padded */
     uint64_t incarnation;
     uint64_t pool_bytes;
-    uint64_t check; /* of everything else, check itself as 0: damage must not reach the carrier */
+    uint32_t pieces; /* of the pool */
+    uint32_t pad;    /* 0 */
+    uint64_t check;  /* of everything else, check itself as 0: damage must not reach the carrier */
 } address_header;
-_Static_assert(sizeof(address_header) == 40, "goes over the wire");
+_Static_assert(sizeof(address_header) == 48, "goes over the wire");
 
 typedef enum slot_state { SLOT_FREE, SLOT_OPENING, SLOT_UP, SLOT_DOWN, SLOT_CLOSING } slot_state;
 
-/* What all three threads know of a peer. tag, pool_bytes and incarnation are written before the
- * peer goes up and stay until the slot is free. */
+/* What all three threads know of a peer. What comes after generation is written before the peer
+ * goes up and stays until the slot is free. */
 typedef struct peer_slot {
     _Atomic uint32_t state; /* slot_state */
     _Atomic uint32_t generation;
     _Atomic uint64_t tag;
     _Atomic uint64_t pool_bytes;
+    _Atomic uint32_t pieces;
     _Atomic uint64_t incarnation;
 } peer_slot;
 
@@ -43,6 +46,7 @@ struct pd_transfer {
     char backend[8];
     uint32_t peers_max;
     uint64_t pool_bytes;
+    uint32_t pieces;
     peer_slot *peers;  /* [peers_max] */
     pd_engine_op held; /* the producer's: a put that may still grow; bytes 0: none */
     size_t address_bytes;
@@ -100,6 +104,7 @@ static pd_status address_write(pd_transfer *transfer, uint64_t incarnation)
         .carrier_bytes = (uint16_t)carrier_bytes,
         .incarnation = incarnation,
         .pool_bytes = transfer->pool_bytes,
+        .pieces = transfer->pieces,
     };
     memcpy(header.backend, transfer->backend, sizeof header.backend);
     transfer->address_bytes = sizeof header + carrier_bytes;
@@ -108,6 +113,11 @@ static pd_status address_write(pd_transfer *transfer, uint64_t incarnation)
     header.check = address_check(transfer->address, transfer->address_bytes);
     memcpy(transfer->address, &header, sizeof header);
     return PD_OK;
+}
+
+static bool pieces_fit(uint64_t pool_bytes, uint32_t pieces)
+{
+    return pieces >= 1 && pieces <= PD_TRANSFER_PIECES_MAX && pool_bytes % pieces == 0;
 }
 
 static pd_status address_read(const pd_transfer *transfer, const void *address, size_t bytes,
@@ -132,6 +142,8 @@ static pd_status address_read(const pd_transfer *transfer, const void *address, 
         why = "another backend";
     else if (header.pool_bytes == 0 || header.incarnation == 0)
         why = "no pool";
+    else if (!pieces_fit(header.pool_bytes, header.pieces))
+        why = "a pool in impossible pieces";
     if (why != NULL) {
         pd_log_error("msg=\"transfer: a peer's address cannot be used: %s\" bytes=%zu", why, bytes);
         return PD_E_INVALID;
@@ -165,27 +177,53 @@ static pd_status check_options(const pd_transfer_options *options,
                      (unsigned long long)options->pool_bytes, options->peers_max);
         return PD_E_INVALID;
     }
-    bool allocated = options->pool == NULL;
-    if ((uintptr_t)options->pool % PD_CARRIER_PAGE != 0 ||
-        (allocated && options->pool_kind != PD_MEMORY_HOST)) {
-        pd_log_error("msg=\"transfer: the pool must be whole pages, and a GPU's must be given\" "
-                     "pool=%p kind=%s",
-                     options->pool, pd_memory_kind_name(options->pool_kind));
+    return PD_OK;
+}
+
+static pd_status check_pieces(const pd_transfer_options *options)
+{
+    bool given = options->piece_memory != NULL;
+    if (!pieces_fit(options->pool_bytes, options->pieces)) {
+        pd_log_error("msg=\"transfer: a pool has 1 to %d pieces, all of one size\" pieces=%u "
+                     "pool_bytes=%llu",
+                     PD_TRANSFER_PIECES_MAX, options->pieces,
+                     (unsigned long long)options->pool_bytes);
         return PD_E_INVALID;
+    }
+    if (!given && (options->pool_kind != PD_MEMORY_HOST || options->pieces > 1)) {
+        pd_log_error("msg=\"transfer: a pool in a GPU's memory or in pieces must be given\" "
+                     "kind=%s pieces=%u",
+                     pd_memory_kind_name(options->pool_kind), options->pieces);
+        return PD_E_INVALID;
+    }
+    for (uint32_t i = 0; given && i < options->pieces; i++) {
+        if (options->piece_memory[i] == NULL ||
+            (uintptr_t)options->piece_memory[i] % PD_CARRIER_PAGE != 0) {
+            pd_log_error("msg=\"transfer: a given pool must be whole pages\" piece=%u memory=%p", i,
+                         options->piece_memory[i]);
+            return PD_E_INVALID;
+        }
     }
     return PD_OK;
 }
 
-uint64_t pd_transfer_pool_room(uint64_t pool_bytes)
+uint64_t pd_transfer_pool_room(uint64_t bytes)
 {
-    return (pool_bytes + PD_CARRIER_PAGE - 1) / PD_CARRIER_PAGE * PD_CARRIER_PAGE +
-           PD_CARRIER_POOL_TAIL;
+    return (bytes + PD_CARRIER_PAGE - 1) / PD_CARRIER_PAGE * PD_CARRIER_PAGE + PD_CARRIER_POOL_TAIL;
 }
 
-pd_status pd_transfer_create(const pd_transfer_options *options, pd_transfer **transfer_out)
+pd_status pd_transfer_create(const pd_transfer_options *given, pd_transfer **transfer_out)
 {
     const pd_carrier_ops *carrier;
+    pd_transfer_options own = *given;
+    const pd_transfer_options *options = &own;
+    if (given->pieces == 0) { /* one of many: see carrier.h */
+        own.pieces = 1;
+        own.piece_memory = given->pool == NULL ? NULL : &given->pool;
+    }
     pd_status status = check_options(options, &carrier);
+    if (status == PD_OK)
+        status = check_pieces(options);
     if (status != PD_OK)
         return status;
     pd_transfer *transfer = pd_calloc(1, sizeof *transfer);
@@ -194,6 +232,7 @@ pd_status pd_transfer_create(const pd_transfer_options *options, pd_transfer **t
     strncpy(transfer->backend, carrier->name, sizeof transfer->backend - 1);
     transfer->peers_max = options->peers_max;
     transfer->pool_bytes = options->pool_bytes;
+    transfer->pieces = options->pieces;
     transfer->peers = pd_calloc(options->peers_max, sizeof *transfer->peers);
     if (transfer->peers == NULL) {
         pd_free(transfer);
@@ -263,7 +302,7 @@ static pd_status make_connect(pd_peer peer, uint32_t generation, uint64_t tag,
         .generation = generation,
         .address = pd_malloc(header->carrier_bytes + 1u),
         .address_bytes = header->carrier_bytes,
-        .peer_pool_bytes = header->pool_bytes,
+        .peer_pool = {.bytes = header->pool_bytes, .pieces = header->pieces},
     };
     bool complete = control.address != NULL;
     for (int i = 0; i < 3; i++) {
@@ -309,6 +348,7 @@ pd_status pd_transfer_connect(pd_transfer *transfer, const void *address, size_t
         atomic_store(&slot->generation, generation);
         atomic_store(&slot->tag, tag);
         atomic_store(&slot->pool_bytes, header.pool_bytes);
+        atomic_store(&slot->pieces, header.pieces);
         atomic_store(&slot->incarnation, header.incarnation);
         atomic_store(&slot->state, SLOT_OPENING);
         status = pd_engine_control_push(transfer->engine, &control);
@@ -361,9 +401,11 @@ pd_status pd_transfer_fence(pd_transfer *transfer, uint64_t incarnation)
 
 /* ---- the producer ---- */
 
-static bool inside(uint64_t offset, uint64_t bytes, uint64_t pool_bytes)
+/* bytes is not 0. */
+static bool inside_one_piece(uint64_t offset, uint64_t bytes, uint64_t pool_bytes, uint32_t pieces)
 {
-    return bytes <= pool_bytes && offset <= pool_bytes - bytes;
+    uint64_t piece_bytes = pool_bytes / pieces;
+    return offset < pool_bytes && bytes <= piece_bytes - offset % piece_bytes;
 }
 
 static bool is_up(const pd_transfer *transfer, pd_peer peer, uint32_t generation)
@@ -387,15 +429,18 @@ static pd_status held_push(pd_transfer *transfer)
     return PD_OK;
 }
 
-static bool held_grow(pd_transfer *transfer, const pd_engine_op *op)
+static bool held_grow(pd_transfer *transfer, const pd_engine_op *op, uint64_t peer_pool_bytes,
+                      uint32_t peer_pieces)
 {
     pd_engine_op *held = &transfer->held;
+    uint64_t bytes = held->bytes + op->bytes;
     if (held->bytes == 0 || held->peer != op->peer || held->generation != op->generation ||
         held->source_offset + held->bytes != op->source_offset ||
-        held->target_offset + held->bytes != op->target_offset ||
-        held->bytes + op->bytes > MERGED_BYTES_MAX)
+        held->target_offset + held->bytes != op->target_offset || bytes > MERGED_BYTES_MAX ||
+        !inside_one_piece(held->source_offset, bytes, transfer->pool_bytes, transfer->pieces) ||
+        !inside_one_piece(held->target_offset, bytes, peer_pool_bytes, peer_pieces))
         return false;
-    held->bytes += op->bytes;
+    held->bytes = bytes;
     return true;
 }
 
@@ -415,16 +460,20 @@ pd_status pd_transfer_put(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
     if (!is_up(transfer, peer, op.generation))
         return PD_E_PEER;
     uint64_t peer_pool_bytes = atomic_load(&slot->pool_bytes);
-    if (bytes == 0 || !inside(source_offset, bytes, transfer->pool_bytes) ||
-        !inside(target_offset, bytes, peer_pool_bytes)) {
-        pd_log_error("msg=\"transfer: a put outside the pools\" ticket=%llu source=%llu "
-                     "target=%llu bytes=%llu pool=%llu peer_pool=%llu",
+    uint32_t peer_pieces = atomic_load(&slot->pieces);
+    if (bytes == 0 ||
+        !inside_one_piece(source_offset, bytes, transfer->pool_bytes, transfer->pieces) ||
+        !inside_one_piece(target_offset, bytes, peer_pool_bytes, peer_pieces)) {
+        pd_log_error("msg=\"transfer: a put outside the pools, or across pieces of one\" "
+                     "ticket=%llu source=%llu target=%llu bytes=%llu pool=%llu pieces=%u "
+                     "peer_pool=%llu peer_pieces=%u",
                      (unsigned long long)ticket, (unsigned long long)source_offset,
                      (unsigned long long)target_offset, (unsigned long long)bytes,
-                     (unsigned long long)transfer->pool_bytes, (unsigned long long)peer_pool_bytes);
+                     (unsigned long long)transfer->pool_bytes, transfer->pieces,
+                     (unsigned long long)peer_pool_bytes, peer_pieces);
         return PD_E_INVALID;
     }
-    if (held_grow(transfer, &op))
+    if (held_grow(transfer, &op, peer_pool_bytes, peer_pieces))
         return PD_OK;
     pd_status status = held_push(transfer);
     if (status != PD_OK)

@@ -25,6 +25,7 @@ typedef struct pd_transfer pd_transfer;
 
 #define PD_TRANSFER_NOTICE_BYTES_MAX  8192
 #define PD_TRANSFER_ADDRESS_BYTES_MAX 4096
+#define PD_TRANSFER_PIECES_MAX        8
 
 typedef struct pd_transfer_options {
     const char *backend;   /* "ucx"; "nccl": between GPUs' pools, messages all the same by UCX */
@@ -37,7 +38,13 @@ typedef struct pd_transfer_options {
      * cannot: within a host their puts go as messages through one queue, which is slower, and which
      * a sender that is killed in the wrong moment leaves stuck. */
     void *pool;
-    pd_memory_kind pool_kind; /* of pool: peers' pools must be of the same kind */
+    /* A given pool that is no one piece of memory, such as a part in each GPU's. 0: one, at pool.
+     * Else pool is not looked at, and offsets from n * (pool_bytes / pieces) on lie at
+     * piece_memory[n], which has pd_transfer_pool_room(pool_bytes / pieces) bytes and is otherwise
+     * as said of pool. pool_bytes is a multiple of pieces. Peers may have other numbers of them. */
+    uint32_t pieces;
+    void *const *piece_memory; /* [pieces], copied */
+    pd_memory_kind pool_kind;  /* of all pieces: peers' pools must be of the same kind */
     uint32_t peers_max;
     uint32_t puts_in_flight_max; /* a peer; 0: 128; rounded up to a power of two, at most 4096. No
                                     more than 8 MiB are in flight to a peer in any case */
@@ -47,19 +54,22 @@ typedef struct pd_transfer_options {
                                     GPU's memory each; 0: 16 */
 } pd_transfer_options;
 
-/* What a pool from outside must hold: some bytes behind it are the transfer's own. */
-uint64_t pd_transfer_pool_room(uint64_t pool_bytes);
+/* What a pool from outside must hold: some bytes behind it are the transfer's own. In pieces, each
+ * of them has its own: bytes are a piece's then. */
+uint64_t pd_transfer_pool_room(uint64_t bytes);
 
 /* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED (also: memory
  * of a GPU, where the carrier's library has no support for it or the transport cannot reach it),
- * PD_E_IO, PD_E_INVALID (unknown backend or transport, no pool, a pool that is not page-aligned,
- * peers_max 0 or over 4096). */
+ * PD_E_IO, PD_E_INVALID (unknown backend or transport, no pool, a pool or piece that is not
+ * page-aligned, more than PD_TRANSFER_PIECES_MAX pieces or pieces of different sizes, peers_max 0
+ * or over 4096).
+ */
 PD_CHECKED pd_status pd_transfer_create(const pd_transfer_options *options,
                                         pd_transfer **transfer_out);
 /* Ends the thread and the pool. */
 void pd_transfer_destroy(pd_transfer *transfer);
 
-/* The pool: pool_bytes, page-aligned; zeroed, unless it was given. */
+/* The pool: pool_bytes, page-aligned; zeroed, unless it was given. In pieces: the first of them. */
 void *pd_transfer_pool(const pd_transfer *transfer);
 /* What a peer needs to write here: opaque bytes, for pd_transfer_connect on the other side. */
 const void *pd_transfer_address(const pd_transfer *transfer, size_t *bytes_out);
@@ -78,9 +88,10 @@ PD_CHECKED pd_status pd_transfer_connect(pd_transfer *transfer, const void *addr
 void pd_transfer_close(pd_transfer *transfer, pd_peer peer);
 
 /* Adds a put of bytes from the own pool to the peer's pool. ticket groups puts and the notice after
- * them. A put that goes on where the last one to the same peer ended, in both pools, becomes one
- * with it. PD_E_OVERLOAD: the queue is full, try after the next poll; PD_E_PEER: not connected;
- * PD_E_INVALID: not inside the own pool and the peer's (logged), nothing was taken. */
+ * them. A put that goes on where the last one to the same peer ended, in both pools and in the same
+ * piece of each, becomes one with it. PD_E_OVERLOAD: the queue is full, try after the next poll;
+ * PD_E_PEER: not connected; PD_E_INVALID: not inside one piece of the own pool and one of the
+ * peer's (logged), nothing was taken. */
 PD_CHECKED pd_status pd_transfer_put(pd_transfer *transfer, pd_peer peer, uint64_t ticket,
                                      uint64_t source_offset, uint64_t target_offset,
                                      uint64_t bytes);

@@ -251,13 +251,13 @@ static pd_shared_file file_of_pool(const pd_carrier *carrier)
 static pd_status register_pool(pd_carrier *carrier, const pd_transfer_options *options)
 {
     carrier->given = true;
-    carrier->pool = options->pool;
+    carrier->pool = options->piece_memory[0];
     carrier->pool_bytes = options->pool_bytes;
     carrier->pool_kind = options->pool_kind;
     ucp_mem_map_params_t params = {
         .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
                       UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
-        .address = options->pool,
+        .address = carrier->pool,
         .length = pd_transfer_pool_room(options->pool_bytes),
         .memory_type = memory_type(carrier),
     };
@@ -399,6 +399,11 @@ static pd_status init_socket(pd_carrier *carrier)
 static pd_status create(const pd_transfer_options *options, const pd_carrier_events *events,
                         void *engine, pd_carrier **carrier_out)
 {
+    if (options->pieces > 1) {
+        pd_log_error("msg=\"transfer: ucx carries a pool in one piece only\" pieces=%u",
+                     options->pieces);
+        return PD_E_UNSUPPORTED;
+    }
     pd_carrier *carrier = pd_calloc(1, sizeof *carrier);
     if (carrier == NULL)
         return PD_E_NOMEM;
@@ -417,8 +422,8 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     if (status == PD_OK && strcmp(carrier->transport, "tcp") != 0)
         status = init_socket(carrier);
     if (status == PD_OK)
-        status = options->pool != NULL ? register_pool(carrier, options)
-                                       : allocate_pool(carrier, options->pool_bytes);
+        status = options->piece_memory != NULL ? register_pool(carrier, options)
+                                               : allocate_pool(carrier, options->pool_bytes);
     if (status == PD_OK)
         status = init_address(carrier);
     if (status != PD_OK) {
@@ -653,7 +658,7 @@ static bool map_pool(ucx_peer *peer, const ucx_address *head, uint64_t peer_pool
 }
 
 static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
-                           uint64_t peer_pool_bytes)
+                           pd_carrier_pool peer_pool)
 {
     ucx_peer *peer = &carrier->peers[index];
     ucx_address head;
@@ -683,13 +688,13 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     if (status != PD_OK)
         return status;
     peer->by_message = strstr(lane, "tcp") != NULL;
-    if (!peer->by_message && !map_pool(peer, &head, peer_pool_bytes))
+    if (!peer->by_message && !map_pool(peer, &head, peer_pool.bytes))
         status = unpack_key(peer, bytes, &head);
     if (status == PD_OK && !peer->by_message)
         status = open_socket(carrier, peer, &head);
     if (status != PD_OK)
         return status;
-    return start_probe(carrier, peer, peer_pool_bytes);
+    return start_probe(carrier, peer, peer_pool.bytes);
 }
 
 static void drop_request(void **request)

@@ -145,11 +145,11 @@ static bool scripted_arm(pd_carrier *carrier)
 }
 
 static pd_status scripted_open(pd_carrier *carrier, pd_peer peer, const void *address, size_t bytes,
-                               uint64_t peer_pool_bytes)
+                               pd_carrier_pool peer_pool)
 {
     (void)address;
     (void)bytes;
-    (void)peer_pool_bytes;
+    (void)peer_pool;
     carrier->events->opened(carrier->engine, peer, PD_OK, "script");
     return PD_OK;
 }
