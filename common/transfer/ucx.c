@@ -15,18 +15,17 @@
 #include "common/transfer/lanes.h"
 #include "common/transfer/notice_socket.h"
 #include "common/transfer/senders.h"
-#include "common/transfer/shared_file.h"
 #include "common/transfer/ucx_context.h"
+#include "common/transfer/ucx_pool.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/mman.h>
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
-enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2, PAGE = PD_CARRIER_PAGE };
+enum { NOTICE_AM_ID = 1, DATA_AM_ID = 2 };
 
 /* Before the bytes of a put that goes as a message. */
 typedef struct data_head {
@@ -35,33 +34,27 @@ typedef struct data_head {
 } data_head;
 _Static_assert(sizeof(data_head) == 24, "goes over the wire");
 
-/* In an address, before UCX's own bytes. */
+/* In an address, before UCX's own bytes of the worker; after them the pool (ucx_pool.h). */
 typedef struct ucx_address {
     uint32_t worker_bytes;
-    uint32_t rkey_bytes;
-    uint32_t kind; /* pd_memory_kind of the pool */
-    uint32_t pad;  /* 0 */
-    uint64_t base; /* of the pool, in the peer's address space */
+    uint32_t kind;                                     /* pd_memory_kind of the pool */
     unsigned char socket[PD_NOTICE_SOCKET_NAME_BYTES]; /* all 0: none, over tcp only */
-    pd_shared_file file; /* by which a given pool can be mapped; inode 0: it cannot */
 } ucx_address;
-_Static_assert(sizeof(ucx_address) == 96, "goes over the wire");
+_Static_assert(sizeof(ucx_address) == 48, "goes over the wire");
 
 typedef struct ucx_peer {
     pd_carrier *carrier; /* for UCX's callbacks */
     pd_peer index;
     ucp_ep_h ep; /* NULL: not open */
-    ucp_rkey_h rkey;
-    uint64_t base;
-    unsigned char *mapped; /* the peer's pool in our address space, as long as rkey; or NULL */
-    uint64_t mapped_bytes; /* not 0: mapped by us, through its file */
-    pd_link_head head;     /* of this link */
-    bool by_message;       /* over tcp: see put_by_message */
-    bool failed;           /* UCX reported an error: no further calls but closing */
-    bool probing;          /* open until the first put and its flush are done */
-    bool probe_put_ok;     /* its put */
-    void *probe_put, *probe_flush; /* requests, or NULL */
-    void *closing;                 /* request, or NULL */
+    pd_ucx_target target;
+    pd_link_head head; /* of this link */
+    bool by_message;   /* over tcp: see put_by_message */
+    bool failed;       /* UCX reported an error: no further calls but closing */
+    bool probing;      /* open until the first puts and their flush are done */
+    uint32_t probes;   /* puts begun */
+    void *probe;       /* request of the latest of these, or of the flush; or NULL */
+    bool probe_flushing;
+    void *closing; /* request, or NULL */
 } ucx_peer;
 
 struct pd_carrier {
@@ -71,11 +64,7 @@ struct pd_carrier {
     char transport[8];
     ucp_context_h context;
     ucp_worker_h worker;
-    ucp_mem_h memory;
-    unsigned char *pool; /* [pool_bytes rounded up to a page] then a page for probes */
-    uint64_t pool_bytes;
-    bool given; /* the pool: by the owner */
-    pd_memory_kind pool_kind;
+    pd_ucx_pool pool;
     int fd;                   /* what is waited for: UCX's own, or it and the socket's together */
     pd_notice_socket *socket; /* NULL with tcp alone */
     int epoll_fd;             /* with a socket */
@@ -87,19 +76,6 @@ struct pd_carrier {
     size_t address_bytes;
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
 };
-
-static uint64_t probe_offset(uint64_t pool_bytes)
-{
-    return (pool_bytes + PAGE - 1) / PAGE * PAGE;
-}
-
-static void unmap_pool(ucx_peer *peer)
-{
-    if (peer->mapped_bytes != 0)
-        munmap(peer->mapped, peer->mapped_bytes);
-    peer->mapped = NULL;
-    peer->mapped_bytes = 0;
-}
 
 /* ---- create ---- */
 
@@ -164,7 +140,7 @@ static ucs_status_t on_data(void *arg, const void *header, size_t header_len, vo
     if (header_len == sizeof head)
         memcpy(&head, header, sizeof head);
     if (header_len != sizeof head || (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0 ||
-        len > carrier->pool_bytes || head.offset > carrier->pool_bytes - len) {
+        !pd_ucx_pool_holds(&carrier->pool, head.offset, len)) {
         pd_log_warn("msg=\"transfer: dropped bytes that are not for this pool\" bytes=%zu", len);
         return UCS_OK;
     }
@@ -173,7 +149,8 @@ static ucs_status_t on_data(void *arg, const void *header, size_t header_len, vo
         pd_senders_dropped(&carrier->senders, &head.from, len);
         return UCS_OK;
     }
-    memcpy(carrier->pool + head.offset, data, len);
+    uint32_t piece;
+    memcpy(pd_ucx_pool_at(&carrier->pool, head.offset, &piece), data, len);
     return UCS_OK;
 }
 
@@ -210,142 +187,30 @@ static pd_status init_worker(pd_carrier *carrier)
     return PD_OK;
 }
 
-/* UCX takes ordinary memory when it gets none that can be shared, and says nothing. */
-static bool is_shared_memory(const void *address)
-{
-    FILE *maps = fopen("/proc/self/maps", "r");
-    if (maps == NULL)
-        return false;
-    char line[512];
-    bool shared = false;
-    while (!shared && fgets(line, sizeof line, maps) != NULL) {
-        unsigned long long start, end;
-        char mode[5];
-        if (sscanf(line, "%llx-%llx %4s", &start, &end, mode) == 3 && (uintptr_t)address >= start &&
-            (uintptr_t)address < end)
-            shared = mode[3] == 's';
-    }
-    fclose(maps);
-    return shared;
-}
-
-static ucs_memory_type_t memory_type(const pd_carrier *carrier)
-{
-    return carrier->pool_kind == PD_MEMORY_CUDA ? UCS_MEMORY_TYPE_CUDA : UCS_MEMORY_TYPE_HOST;
-}
-
-/* A pool from outside that is shared memory: peers map it by its file. */
-static pd_shared_file file_of_pool(const pd_carrier *carrier)
-{
-    pd_shared_file file = {0};
-    bool host = carrier->given && carrier->pool_kind == PD_MEMORY_HOST;
-
-    if (host && strcmp(carrier->transport, "tcp") != 0 &&
-        pd_shared_file_of(carrier->pool, carrier->pool_bytes, &file) != PD_OK)
-        pd_log_warn("msg=\"transfer: the KV pool is no shared memory that peers could map: "
-                    "transfers within this host are slow\" pool_bytes=%llu",
-                    (unsigned long long)carrier->pool_bytes);
-    return file;
-}
-
-static pd_status register_pool(pd_carrier *carrier, const pd_transfer_options *options)
-{
-    carrier->given = true;
-    carrier->pool = options->piece_memory[0];
-    carrier->pool_bytes = options->pool_bytes;
-    carrier->pool_kind = options->pool_kind;
-    ucp_mem_map_params_t params = {
-        .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH |
-                      UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
-        .address = carrier->pool,
-        .length = pd_transfer_pool_room(options->pool_bytes),
-        .memory_type = memory_type(carrier),
-    };
-    ucs_status_t ucs = ucp_mem_map(carrier->context, &params, &carrier->memory);
-    if (ucs == UCS_OK)
-        return PD_OK;
-    carrier->memory = NULL;
-    pd_log_error("msg=\"transfer: the KV pool cannot be registered with UCX: %s\" kind=%s "
-                 "pool_bytes=%llu",
-                 ucs_status_string(ucs), pd_memory_kind_name(options->pool_kind),
-                 (unsigned long long)options->pool_bytes);
-    return PD_E_UNSUPPORTED;
-}
-
-static pd_status allocate_pool(pd_carrier *carrier, uint64_t pool_bytes)
-{
-    uint64_t bytes = pd_transfer_pool_room(pool_bytes);
-    uint64_t machine_bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
-    ucs_status_t ucs = UCS_ERR_NO_MEMORY;
-    /* the kernel would promise more than there is, and end the process when it is used */
-    if (pool_bytes <= machine_bytes) {
-        ucp_mem_map_params_t params = {
-            .field_mask = UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_FLAGS,
-            .length = bytes,
-            .flags = UCP_MEM_MAP_ALLOCATE,
-        };
-        ucs = ucp_mem_map(carrier->context, &params, &carrier->memory);
-    }
-    if (ucs != UCS_OK) {
-        carrier->memory = NULL;
-        pd_log_error("msg=\"transfer: no memory for the KV pool: %s\" pool_bytes=%llu "
-                     "machine_bytes=%llu",
-                     ucs_status_string(ucs), (unsigned long long)pool_bytes,
-                     (unsigned long long)machine_bytes);
-        return PD_E_NOMEM;
-    }
-    ucp_mem_attr_t attr = {.field_mask = UCP_MEM_ATTR_FIELD_ADDRESS | UCP_MEM_ATTR_FIELD_LENGTH};
-    ucs = ucp_mem_query(carrier->memory, &attr);
-    if (ucs != UCS_OK || attr.length < bytes || (uintptr_t)attr.address % PAGE != 0) {
-        pd_log_error("msg=\"ucx: the pool it made is not as asked for: %s\" length=%zu",
-                     ucs_status_string(ucs), attr.length);
-        return PD_E_INTERNAL;
-    }
-    carrier->pool = attr.address;
-    carrier->pool_bytes = pool_bytes;
-    bool shared = is_shared_memory(carrier->pool);
-    if (!shared) /* new pages of a shared segment are zero; UCX's heap may hand out used ones */
-        memset(carrier->pool, 0, bytes);
-    if (!shared && strcmp(carrier->transport, "tcp") != 0)
-        pd_log_warn("msg=\"transfer: the KV pool is not in shared memory, transfers within this "
-                    "host will be slower: raise kernel.shmmax or /dev/shm\" pool_bytes=%llu",
-                    (unsigned long long)pool_bytes);
-    return PD_OK;
-}
-
 static pd_status init_address(pd_carrier *carrier)
 {
     ucp_address_t *worker = NULL;
-    void *rkey = NULL;
-    size_t worker_bytes = 0, rkey_bytes = 0;
+    size_t worker_bytes = 0, pool_bytes = 0;
     ucs_status_t ucs = ucp_worker_get_address(carrier->worker, &worker, &worker_bytes);
-    if (ucs == UCS_OK)
-        ucs = ucp_rkey_pack(carrier->context, carrier->memory, &rkey, &rkey_bytes);
-    size_t room = sizeof carrier->address - sizeof(ucx_address);
-    pd_status status = PD_OK;
-    if (ucs != UCS_OK || worker_bytes > room || rkey_bytes > room - worker_bytes) {
-        pd_log_error("msg=\"ucx: no address: %s\" worker_bytes=%zu rkey_bytes=%zu",
-                     ucs_status_string(ucs), worker_bytes, rkey_bytes);
-        status = PD_E_UNSUPPORTED;
-    } else {
-        ucx_address head = {
-            .worker_bytes = (uint32_t)worker_bytes,
-            .rkey_bytes = (uint32_t)rkey_bytes,
-            .kind = (uint32_t)carrier->pool_kind,
-            .base = (uintptr_t)carrier->pool,
-            .file = file_of_pool(carrier),
-        };
-        if (carrier->socket != NULL)
-            memcpy(head.socket, pd_notice_socket_name(carrier->socket), sizeof head.socket);
-        memcpy(carrier->address, &head, sizeof head);
-        memcpy(carrier->address + sizeof head, worker, worker_bytes);
-        memcpy(carrier->address + sizeof head + worker_bytes, rkey, rkey_bytes);
-        carrier->address_bytes = sizeof head + worker_bytes + rkey_bytes;
+    ucx_address head = {.worker_bytes = (uint32_t)worker_bytes,
+                        .kind = (uint32_t)carrier->pool.kind};
+    size_t room = sizeof carrier->address - sizeof head;
+    if (ucs != UCS_OK || worker_bytes > room) {
+        pd_log_error("msg=\"ucx: no address: %s\" worker_bytes=%zu", ucs_status_string(ucs),
+                     worker_bytes);
+        if (ucs == UCS_OK)
+            ucp_worker_release_address(carrier->worker, worker);
+        return PD_E_UNSUPPORTED;
     }
-    if (rkey != NULL)
-        ucp_rkey_buffer_release(rkey);
-    if (worker != NULL)
-        ucp_worker_release_address(carrier->worker, worker);
+    if (carrier->socket != NULL)
+        memcpy(head.socket, pd_notice_socket_name(carrier->socket), sizeof head.socket);
+    memcpy(carrier->address, &head, sizeof head);
+    memcpy(carrier->address + sizeof head, worker, worker_bytes);
+    ucp_worker_release_address(carrier->worker, worker);
+    pd_status status =
+        pd_ucx_pool_pack(&carrier->pool, carrier->address + sizeof head + worker_bytes,
+                         room - worker_bytes, &pool_bytes);
+    carrier->address_bytes = sizeof head + worker_bytes + pool_bytes;
     return status;
 }
 
@@ -354,17 +219,15 @@ static void destroy(pd_carrier *carrier)
     if (carrier == NULL)
         return;
     for (pd_peer i = 0; carrier->peers != NULL && i < carrier->peers_max; i++) {
-        if (carrier->peers[i].rkey != NULL && carrier->peers[i].ep == NULL)
-            ucp_rkey_destroy(carrier->peers[i].rkey);
-        unmap_pool(&carrier->peers[i]);
+        if (carrier->peers[i].ep == NULL)
+            pd_ucx_target_end(&carrier->peers[i].target);
     }
     pd_notice_socket_destroy(carrier->socket);
     if (carrier->epoll_fd >= 0)
         close(carrier->epoll_fd);
     if (carrier->worker != NULL)
         ucp_worker_destroy(carrier->worker);
-    if (carrier->memory != NULL)
-        ucp_mem_unmap(carrier->context, carrier->memory);
+    pd_ucx_pool_end(&carrier->pool);
     if (carrier->context != NULL)
         ucp_cleanup(carrier->context);
     pd_free(carrier->peers);
@@ -399,11 +262,6 @@ static pd_status init_socket(pd_carrier *carrier)
 static pd_status create(const pd_transfer_options *options, const pd_carrier_events *events,
                         void *engine, pd_carrier **carrier_out)
 {
-    if (options->pieces > 1) {
-        pd_log_error("msg=\"transfer: ucx carries a pool in one piece only\" pieces=%u",
-                     options->pieces);
-        return PD_E_UNSUPPORTED;
-    }
     pd_carrier *carrier = pd_calloc(1, sizeof *carrier);
     if (carrier == NULL)
         return PD_E_NOMEM;
@@ -422,24 +280,24 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     if (status == PD_OK && strcmp(carrier->transport, "tcp") != 0)
         status = init_socket(carrier);
     if (status == PD_OK)
-        status = options->piece_memory != NULL ? register_pool(carrier, options)
-                                               : allocate_pool(carrier, options->pool_bytes);
+        status = pd_ucx_pool_make(carrier->context, options, strcmp(carrier->transport, "tcp") != 0,
+                                  &carrier->pool);
     if (status == PD_OK)
         status = init_address(carrier);
     if (status != PD_OK) {
         destroy(carrier);
         return status;
     }
-    pd_log_debug("msg=\"ucx ready\" version=%s transport=%s pool_bytes=%llu",
+    pd_log_debug("msg=\"ucx ready\" version=%s transport=%s pool_bytes=%llu pieces=%u",
                  ucp_get_version_string(), carrier->transport,
-                 (unsigned long long)options->pool_bytes);
+                 (unsigned long long)options->pool_bytes, options->pieces);
     *carrier_out = carrier;
     return PD_OK;
 }
 
 static void *pool(const pd_carrier *carrier)
 {
-    return carrier->pool;
+    return carrier->pool.piece[0].memory;
 }
 
 static const void *address(const pd_carrier *carrier, size_t *bytes_out)
@@ -487,8 +345,7 @@ static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, si
                      peer->index, carrier->transport, lane);
         return PD_E_MISMATCH;
     }
-    void *mapped = NULL;
-    if (carrier->pool_kind == PD_MEMORY_CUDA) {
+    if (carrier->pool.kind == PD_MEMORY_CUDA) {
         if (strstr(lane, "cuda_ipc") != NULL)
             return PD_OK;
         pd_log_error("msg=\"transfer: no cuda_ipc between this GPU's memory and the peer's\" "
@@ -496,11 +353,10 @@ static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, si
                      peer->index, lane);
         return PD_E_UNSUPPORTED;
     }
-    if (has_tcp || peer->mapped != NULL)
+    if (has_tcp || peer->target.mapped)
         return PD_OK;
-    if (ucp_rkey_ptr(peer->rkey, peer->base, &mapped) == UCS_OK)
-        peer->mapped = mapped;
-    else
+    pd_ucx_target_find(&peer->target);
+    if (!peer->target.mapped)
         pd_log_warn("msg=\"transfer: the peer's pool cannot be mapped, each put is a copy by "
                     "messages\" peer=%u lanes=%s",
                     peer->index, lane);
@@ -520,14 +376,21 @@ static void on_error(void *arg, ucp_ep_h ep, ucs_status_t status)
     peer->carrier->events->broken(peer->carrier->engine, peer->index);
 }
 
-static pd_status read_address(const void *bytes, size_t len, ucx_address *head_out)
+/* Where the pool's part of an address begins. */
+static const unsigned char *pool_part(const void *bytes, const ucx_address *head)
+{
+    return (const unsigned char *)bytes + sizeof *head + head->worker_bytes;
+}
+
+static pd_status read_address(const void *bytes, size_t len, pd_carrier_pool peer_pool,
+                              ucx_address *head_out)
 {
     if (len < sizeof *head_out)
         return PD_E_INVALID;
     memcpy(head_out, bytes, sizeof *head_out);
     size_t rest = len - sizeof *head_out;
     if (head_out->worker_bytes == 0 || head_out->worker_bytes > rest ||
-        head_out->rkey_bytes != rest - head_out->worker_bytes)
+        !pd_ucx_target_fits(pool_part(bytes, head_out), rest - head_out->worker_bytes, peer_pool))
         return PD_E_INVALID;
     return PD_OK;
 }
@@ -549,21 +412,6 @@ static ucs_status_t make_endpoint(pd_carrier *carrier, ucx_peer *peer, const voi
     return ucs;
 }
 
-/* Over tcp no put of UCX's own is used, and the key must not even be unpacked: there that asks the
- * peer for its endpoint's number, and UCX 1.13 aborts a peer that owes this answer to a process
- * that has died (ucp_request.c:684, "got REP message"). Without it nobody answers anything. */
-static pd_status unpack_key(ucx_peer *peer, const void *bytes, const ucx_address *head)
-{
-    const unsigned char *worker = (const unsigned char *)bytes + sizeof *head;
-    ucs_status_t ucs = ucp_ep_rkey_unpack(peer->ep, worker + head->worker_bytes, &peer->rkey);
-    if (ucs == UCS_OK)
-        return PD_OK;
-    peer->rkey = NULL;
-    pd_log_error("msg=\"transfer: a peer's key to its pool cannot be used: %s\" peer=%u",
-                 ucs_status_string(ucs), peer->index);
-    return PD_E_PEER;
-}
-
 /* A request that UCX made: its state, and its end. */
 static ucs_status_t request_take(void **request)
 {
@@ -575,29 +423,45 @@ static ucs_status_t request_take(void **request)
     return ucs;
 }
 
-/* A connection counts as made when a first put was written over there: creating an endpoint alone
- * says nothing. Its place is the page behind the peer's pool. A pool that was mapped by its file
- * was found at the peer's process, and the peer's socket answered. */
-static pd_status start_probe(pd_carrier *carrier, ucx_peer *peer, uint64_t peer_pool_bytes)
+/* A connection counts as made when first puts were written over there: creating an endpoint alone
+ * says nothing. One from each piece here to each over there, since each may lie on a device of its
+ * own, in the page behind the peer's piece. A pool that was mapped by its file was found at the
+ * peer's process, and the peer's socket answered. */
+static uint32_t probes_wanted(const pd_carrier *carrier, const ucx_peer *peer)
 {
-    ucp_request_param_t param = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-        .memh = carrier->memory,
-        .memory_type = memory_type(carrier),
-    };
-    void *put = NULL; /* over tcp a flush alone waits until the socket is connected */
-    if (!peer->by_message && peer->mapped == NULL)
-        put = ucp_put_nbx(peer->ep, carrier->pool + probe_offset(carrier->pool_bytes), 8,
-                          peer->base + probe_offset(peer_pool_bytes), peer->rkey, &param);
-    if (UCS_PTR_IS_ERR(put))
-        return PD_E_PEER;
-    peer->probe_put = put;
-    peer->probe_put_ok = put == NULL;
-    param.op_attr_mask = 0;
-    void *flush = ucp_ep_flush_nbx(peer->ep, &param);
-    if (UCS_PTR_IS_ERR(flush))
-        return PD_E_PEER;
-    peer->probe_flush = flush;
+    bool none = peer->by_message || peer->target.mapped;
+    return none ? 0 : carrier->pool.pieces * peer->target.pieces;
+}
+
+/* The next put, or the flush after all: over tcp that alone waits until the socket is connected. */
+static pd_status probe_next(pd_carrier *carrier, ucx_peer *peer)
+{
+    ucp_request_param_t param = {0};
+    if (peer->probes == probes_wanted(carrier, peer)) {
+        peer->probe_flushing = true;
+        peer->probe = ucp_ep_flush_nbx(peer->ep, &param);
+    } else {
+        const pd_ucx_piece *from = &carrier->pool.piece[peer->probes / peer->target.pieces];
+        const pd_ucx_target_piece *to = &peer->target.piece[peer->probes % peer->target.pieces];
+        param.op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        param.memh = from->handle;
+        param.memory_type = pd_ucx_pool_type(&carrier->pool);
+        peer->probes++;
+        peer->probe =
+            ucp_put_nbx(peer->ep, from->memory + pd_ucx_probe_offset(carrier->pool.piece_bytes), 8,
+                        to->base + pd_ucx_probe_offset(peer->target.piece_bytes), to->key, &param);
+    }
+    if (!UCS_PTR_IS_ERR(peer->probe))
+        return PD_OK;
+    peer->probe = NULL;
+    return PD_E_PEER;
+}
+
+static pd_status start_probe(pd_carrier *carrier, ucx_peer *peer)
+{
+    pd_status status = probe_next(carrier, peer);
+    if (status != PD_OK)
+        return status;
     peer->probing = true;
     carrier->watched++;
     return PD_OK;
@@ -615,22 +479,18 @@ static void probe_end(pd_carrier *carrier, ucx_peer *peer, pd_status status)
 
 static void probe_progress(pd_carrier *carrier, ucx_peer *peer)
 {
-    if (peer->probe_put != NULL) {
-        ucs_status_t ucs = request_take(&peer->probe_put);
-        if (ucs == UCS_OK)
-            peer->probe_put_ok = true;
-        else if (ucs != UCS_INPROGRESS)
+    while (!peer->failed) {
+        ucs_status_t ucs = peer->probe == NULL ? UCS_OK : request_take(&peer->probe);
+        if (ucs == UCS_INPROGRESS)
+            return;
+        if (ucs == UCS_OK && peer->probe_flushing) {
+            probe_end(carrier, peer, PD_OK);
+            return;
+        }
+        if (ucs != UCS_OK || probe_next(carrier, peer) != PD_OK)
             peer->failed = true;
     }
-    if (peer->probe_flush != NULL) {
-        ucs_status_t ucs = request_take(&peer->probe_flush);
-        if (ucs != UCS_OK && ucs != UCS_INPROGRESS)
-            peer->failed = true;
-    }
-    if (peer->failed)
-        probe_end(carrier, peer, PD_E_PEER);
-    else if (peer->probe_put_ok && peer->probe_flush == NULL)
-        probe_end(carrier, peer, PD_OK);
+    probe_end(carrier, peer, PD_E_PEER);
 }
 
 static pd_status open_socket(pd_carrier *carrier, const ucx_peer *peer, const ucx_address *head)
@@ -646,17 +506,6 @@ static pd_status open_socket(pd_carrier *carrier, const ucx_peer *peer, const uc
     return status == PD_E_PEER ? PD_OK : status;
 }
 
-static bool map_pool(ucx_peer *peer, const ucx_address *head, uint64_t peer_pool_bytes)
-{
-    void *memory;
-    if (head->file.inode == 0 || head->kind != PD_MEMORY_HOST ||
-        pd_shared_file_map(&head->file, peer_pool_bytes, &memory) != PD_OK)
-        return false;
-    peer->mapped = memory;
-    peer->mapped_bytes = peer_pool_bytes;
-    return true;
-}
-
 static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes, size_t len,
                            pd_carrier_pool peer_pool)
 {
@@ -665,17 +514,18 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     *peer = (ucx_peer){.carrier = carrier,
                        .index = index,
                        .head = {.sender = carrier->incarnation, .link = ++carrier->links_opened}};
-    if (read_address(bytes, len, &head) != PD_OK) {
+    if (read_address(bytes, len, peer_pool, &head) != PD_OK) {
         pd_log_error("msg=\"ucx: a peer's address is malformed\" bytes=%zu", len);
         return PD_E_INVALID;
     }
-    if (head.kind != (uint32_t)carrier->pool_kind) {
+    if (head.kind != (uint32_t)carrier->pool.kind) {
         pd_log_error("msg=\"transfer: a peer's pool lies in another kind of memory\" peer=%u "
                      "ours=%s",
-                     index, pd_memory_kind_name(carrier->pool_kind));
+                     index, pd_memory_kind_name(carrier->pool.kind));
         return PD_E_MISMATCH;
     }
-    peer->base = head.base;
+    const unsigned char *pool_bytes = pool_part(bytes, &head);
+    pd_ucx_target_init(&peer->target, pool_bytes, peer_pool);
     ucs_status_t ucs = make_endpoint(carrier, peer, bytes, &head);
     if (ucs != UCS_OK) {
         pd_log_error("msg=\"transfer: a peer cannot be reached by the configured transport: %s\" "
@@ -688,13 +538,17 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     if (status != PD_OK)
         return status;
     peer->by_message = strstr(lane, "tcp") != NULL;
-    if (!peer->by_message && !map_pool(peer, &head, peer_pool.bytes))
-        status = unpack_key(peer, bytes, &head);
+    /* Over tcp no put of UCX's own is used, and the keys must not even be unpacked: there that asks
+     * the peer for its endpoint's number, and UCX 1.13 aborts a peer that owes this answer to a
+     * process that has died (ucp_request.c:684, "got REP message"). Without it nobody answers
+     * anything. */
+    if (!peer->by_message && !pd_ucx_target_map(&peer->target, pool_bytes))
+        status = pd_ucx_target_unpack(&peer->target, peer->ep, pool_bytes);
     if (status == PD_OK && !peer->by_message)
         status = open_socket(carrier, peer, &head);
     if (status != PD_OK)
         return status;
-    return start_probe(carrier, peer, peer_pool.bytes);
+    return start_probe(carrier, peer);
 }
 
 static void drop_request(void **request)
@@ -706,10 +560,7 @@ static void drop_request(void **request)
 
 static void close_end(pd_carrier *carrier, ucx_peer *peer)
 {
-    if (peer->rkey != NULL)
-        ucp_rkey_destroy(peer->rkey);
-    peer->rkey = NULL;
-    unmap_pool(peer);
+    pd_ucx_target_end(&peer->target);
     peer->ep = NULL;
     carrier->events->closed(carrier->engine, peer->index);
 }
@@ -721,8 +572,7 @@ static void close_peer(pd_carrier *carrier, pd_peer index)
         peer->probing = false;
         carrier->watched--;
     }
-    drop_request(&peer->probe_put);
-    drop_request(&peer->probe_flush);
+    drop_request(&peer->probe);
     if (carrier->socket != NULL)
         pd_notice_socket_close(carrier->socket, index);
     if (peer->ep == NULL) {
@@ -817,7 +667,7 @@ static void on_send(void *request, ucs_status_t status, void *token)
 
 /* With 1.13 a message is with the kernel, or in UCX's own buffer, when this returns, or not sent at
  * all: only such a one goes without UCX asking the peer for its endpoint's number first (see
- * unpack_key). Later ones are asynchronous: they send nothing longer at once, and can copy the
+ * open_peer). Later ones are asynchronous: they send nothing longer at once, and can copy the
  * head. */
 static pd_status send_message(ucx_peer *peer, unsigned id, const void *head, size_t head_len,
                               const void *bytes, size_t len, ucp_send_nbx_callback_t done,
@@ -850,8 +700,10 @@ static pd_status put_by_message(pd_carrier *carrier, ucx_peer *peer, uint64_t so
                                 uint64_t target_offset, uint64_t bytes, uint64_t token)
 {
     data_head head = {.from = peer->head, .offset = target_offset};
-    return send_message(peer, DATA_AM_ID, &head, sizeof head, carrier->pool + source_offset, bytes,
-                        on_put, token);
+    uint32_t piece;
+    return send_message(peer, DATA_AM_ID, &head, sizeof head,
+                        pd_ucx_pool_at(&carrier->pool, source_offset, &piece), bytes, on_put,
+                        token);
 }
 
 static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
@@ -863,20 +715,23 @@ static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
     thread_carrier = carrier;
     if (peer->by_message)
         return put_by_message(carrier, peer, source_offset, target_offset, bytes, token);
-    if (peer->mapped != NULL) { /* UCX would do the same, with the bytes through the caches */
-        pd_copy_out(peer->mapped + target_offset, carrier->pool + source_offset, bytes);
+    uint32_t piece;
+    const unsigned char *from = pd_ucx_pool_at(&carrier->pool, source_offset, &piece);
+    const pd_ucx_target_piece *to = &peer->target.piece[target_offset / peer->target.piece_bytes];
+    uint64_t at = target_offset % peer->target.piece_bytes;
+    if (to->mapped != NULL) { /* UCX would do the same, with the bytes through the caches */
+        pd_copy_out(to->mapped + at, from, bytes);
         return PD_OK;
     }
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE |
                         UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
-        .memh = carrier->memory,
-        .memory_type = memory_type(carrier),
+        .memh = carrier->pool.piece[piece].handle,
+        .memory_type = pd_ucx_pool_type(&carrier->pool),
         .cb.send = on_put,
         .user_data = (void *)(uintptr_t)token,
     };
-    return started(ucp_put_nbx(peer->ep, carrier->pool + source_offset, bytes,
-                               peer->base + target_offset, peer->rkey, &param));
+    return started(ucp_put_nbx(peer->ep, from, bytes, to->base + at, to->key, &param));
 }
 
 static pd_status flush(pd_carrier *carrier, pd_peer index, uint64_t token)
@@ -886,7 +741,7 @@ static pd_status flush(pd_carrier *carrier, pd_peer index, uint64_t token)
         return PD_E_PEER;
     if (peer->by_message && SENDS_AT_ONCE) /* the notice follows the bytes in the same stream */
         return PD_OK;
-    if (peer->mapped != NULL) /* each put was done when it returned */
+    if (peer->target.mapped) /* each put was done when it returned */
         return PD_OK;
     thread_carrier = carrier;
     ucp_request_param_t param = {

@@ -22,34 +22,72 @@
 
 pd_transfer_event event;
 
-static answer check_claims(const unsigned char *pool)
+/* Of this process' pool in pieces; count 0: there is none. */
+static struct {
+    uint32_t count;
+    void *memory[PD_TRANSFER_PIECES_MAX];
+} given;
+
+unsigned char *pool_at(const pd_transfer *transfer, uint64_t offset)
+{
+    uint64_t piece_bytes = POOL_BYTES / (given.count == 0 ? 1 : given.count);
+    if (given.count == 0)
+        return (unsigned char *)pd_transfer_pool(transfer) + offset;
+    return (unsigned char *)given.memory[offset / piece_bytes] + offset % piece_bytes;
+}
+
+static answer check_claims(const pd_transfer *transfer)
 {
     answer a = {0};
     for (size_t at = 0; at + sizeof(claim) <= event.notice_len; at += sizeof(claim)) {
         claim c;
         memcpy(&c, event.notice + at, sizeof c);
         a.claims++;
-        a.wrong += pd_hash64(pool + c.offset, c.bytes, 0) != c.hash;
+        a.wrong += pd_hash64(pool_at(transfer, c.offset), c.bytes, 0) != c.hash;
     }
     return a;
 }
 
-/* Memory for a pool that no transfer made; shared: that peers can map. */
-void *outside_memory(bool shared)
+/* at: NULL, or where, over what is mapped there. */
+static void *outside_bytes(void *at, size_t bytes, bool shared)
 {
-    size_t bytes = pd_transfer_pool_room(POOL_BYTES);
     int fd = shared ? memfd_create("pool", MFD_CLOEXEC) : -1;
+    int how = (shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS) | (at == NULL ? 0 : MAP_FIXED);
     if (shared && (fd < 0 || ftruncate(fd, (off_t)bytes) != 0))
         return NULL;
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                        shared ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS, fd, 0);
+    void *memory = mmap(at, bytes, PROT_READ | PROT_WRITE, how, fd, 0);
     return memory == MAP_FAILED ? NULL : memory;
 }
 
-/* "shared" is shm between pools that their owners gave; "nccl" and "nccl-tcp" are that carrier,
- * with its messages by "auto" and by "tcp", between pools that pass for a GPU's. */
+void *outside_memory(bool shared)
+{
+    return outside_bytes(NULL, pd_transfer_pool_room(POOL_BYTES), shared);
+}
+
+/* A page that nothing may touch lies around each. */
+static void give_pieces(pd_transfer_options *options, uint32_t count, bool shared)
+{
+    size_t bytes = pd_transfer_pool_room(POOL_BYTES / count), page = 4096;
+    given.count = count;
+    for (uint32_t i = 0; i < count; i++) {
+        unsigned char *around =
+            mmap(NULL, bytes + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        given.memory[i] = around == MAP_FAILED ? NULL : outside_bytes(around + page, bytes, shared);
+    }
+    options->pieces = count;
+    options->piece_memory = given.memory;
+}
+
 void read_transport(pd_transfer_options *options)
 {
+    const char *colon = strchr(options->transport, ':');
+    given.count = 0;
+    if (colon != NULL) {
+        give_pieces(options, (uint32_t)atoi(colon + 1),
+                    options->transport[1] == 'h' && options->transport[2] == 'a');
+        options->transport = options->transport[0] == 't' ? "tcp" : "shm";
+        return;
+    }
     if (strncmp(options->transport, "nccl", 4) == 0) {
         options->backend = "nccl";
         options->transport = strcmp(options->transport, "nccl") == 0 ? "auto" : "tcp";
@@ -74,9 +112,8 @@ static int receiver_main(const char *transport, int in, int out, bool outside)
     pd_transfer *transfer = NULL;
     if (pd_transfer_create(&options, &transfer) != PD_OK)
         return 2;
-    const unsigned char *pool = pd_transfer_pool(transfer);
     for (size_t i = 0; i < POOL_BYTES; i++) {
-        if (pool[i] != 0)
+        if (*pool_at(transfer, i) != 0)
             return 3;
     }
     size_t bytes;
@@ -90,7 +127,7 @@ static int receiver_main(const char *transport, int in, int out, bool outside)
         while (pd_transfer_poll(transfer, &event) == PD_OK) {
             if (event.kind != PD_TRANSFER_NOTICE)
                 continue;
-            answer a = check_claims(pool);
+            answer a = check_claims(transfer);
             if (write(out, &a, sizeof a) < 0)
                 return 5;
         }
@@ -177,6 +214,8 @@ receiver process_start(const char *role, const char *transport)
 receiver receiver_start_as(const char *role, const char *transport)
 {
     receiver r = process_start(role, transport);
+    const char *colon = strchr(transport, ':');
+    r.pool_pieces = colon == NULL ? 0 : (uint32_t)atoi(colon + 1);
     read_all(r.in, &r.address_bytes, sizeof r.address_bytes);
     assert_true(r.address_bytes <= sizeof r.address);
     read_all(r.in, r.address, r.address_bytes);

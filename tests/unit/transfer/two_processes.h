@@ -29,6 +29,7 @@ typedef struct receiver {
     int in, out; /* ours: what we read, what we write */
     size_t address_bytes;
     unsigned char address[PD_TRANSFER_ADDRESS_BYTES_MAX];
+    uint32_t pool_pieces; /* 0: one */
 } receiver;
 
 /* Large: not for the stack. What next_event and expect took last. */
@@ -41,9 +42,12 @@ int process_role(int argc, char **argv);
 void *outside_memory(bool shared);
 /* Reads a test's name for a transport: those of the options, "shared" (shm between pools that their
  * owners gave), "nccl" and "nccl-tcp" (that carrier, its messages by "auto" or "tcp", between pools
- * that pass for a GPU's). */
+ * that pass for a GPU's). "shared:4", "shm:4" and "tcp:4": the pool is given in 4 pieces that lie
+ * apart, mappings of files or plain memory; of one such transfer in a process. */
 void read_transport(pd_transfer_options *options);
 const char *transport_of(void **state);
+/* Where an offset of the transfer's pool lies, in pieces too. */
+unsigned char *pool_at(const pd_transfer *transfer, uint64_t offset);
 
 receiver process_start(const char *role, const char *transport);
 receiver receiver_start_as(const char *role, const char *transport);
