@@ -1,6 +1,7 @@
 #include "common/transfer/nccl_library.h"
 
 #include "common/base/log.h"
+#include "common/transfer/cuda_driver.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -24,27 +25,28 @@ static bool resolve(void *handle, const char *symbol, void *pointer)
     return found != NULL;
 }
 
-static void *open_library(const char *name)
-{
-    void *handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-
-    if (handle == NULL)
-        pd_log_error("msg=\"transfer: nccl cannot be used here: %s\" library=%s", dlerror(), name);
-    return handle;
-}
-
 static pd_status load(void)
 {
-    void *cuda = open_library("libcuda.so.1");
-    void *nccl = cuda == NULL ? NULL : open_library("libnccl.so.2");
+    const pd_cuda_driver *driver;
+    pd_status status = pd_cuda_driver_load(&driver);
 
-    if (nccl == NULL)
+    if (status != PD_OK)
+        return status;
+    void *nccl = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (nccl == NULL) {
+        pd_log_error("msg=\"transfer: nccl cannot be used here: %s\" library=libnccl.so.2",
+                     dlerror());
         return PD_E_UNSUPPORTED;
+    }
 #define RESOLVE(handle, name, symbol, result, arguments)                                           \
     if (!resolve(handle, symbol, &library.handle##_##name))                                        \
         return PD_E_UNSUPPORTED;
     PD_NCCL_CALLS(RESOLVE)
 #undef RESOLVE
+#define COPY(handle, name, symbol, result, arguments)                                              \
+    library.handle##_##name = driver->handle##_##name;
+    PD_CUDA_CALLS(COPY)
+#undef COPY
     if (library.nccl_get_version(&library.version) != PD_NCCL_SUCCESS ||
         library.version < VERSION_LEAST) {
         pd_log_error("msg=\"transfer: NCCL is too old\" version=%d least=%d", library.version,

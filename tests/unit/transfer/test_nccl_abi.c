@@ -1,4 +1,4 @@
-/* What common/transfer/nccl_abi.h declares is what nccl.h and cuda.h say. */
+/* What common/transfer/nccl_abi.h and cuda_abi.h declare is what nccl.h and cuda.h say. */
 
 #include "common/transfer/nccl_abi.h"
 
@@ -61,6 +61,16 @@ static void values_are_those_of_the_headers(void **state)
     assert_int_equal(CUDA_ERROR_NOT_READY, PD_CU_NOT_READY);
     assert_int_equal(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, PD_CU_POINTER_DEVICE_ORDINAL);
     assert_int_equal(CU_STREAM_NON_BLOCKING, PD_CU_STREAM_NON_BLOCKING);
+    assert_int_equal(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS,
+                     PD_CU_DEVICE_RDMA_FLUSH);
+    assert_int_equal(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST, 1);
+    assert_int_equal(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING,
+                     PD_CU_DEVICE_RDMA_ORDERING);
+    assert_int_equal(CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, PD_CU_RDMA_ORDERING_OWNER);
+    assert_int_equal(CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, PD_CU_DEVICE_DMA_BUF);
+    assert_int_equal(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                     PD_CU_FLUSH_CURRENT_CONTEXT);
+    assert_int_equal(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER, PD_CU_FLUSH_TO_OWNER);
 }
 
 int main(void)
