@@ -121,7 +121,7 @@ typedef struct pd_deployment {
 
     struct {
         const char *backend;   /* "ucx", "nccl" */
-        const char *transport; /* "auto", "shm", "tcp" */
+        const char *transport; /* "auto", "shm", "tcp", "rdma" */
         const char *device;    /* network device for tcp: "lo" */
         bool seals;            /* checked on arrival */
         bool overlap;          /* blocks leave while later ones are computed */

@@ -165,8 +165,8 @@ static pd_status check_options(const pd_transfer_options *options,
     }
     const char *transport = options->transport == NULL ? "(none)" : options->transport;
     if (strcmp(transport, "shm") != 0 && strcmp(transport, "tcp") != 0 &&
-        strcmp(transport, "auto") != 0) {
-        pd_log_error("msg=\"transfer: transport must be shm, tcp or auto\" transport=%s",
+        strcmp(transport, "rdma") != 0 && strcmp(transport, "auto") != 0) {
+        pd_log_error("msg=\"transfer: transport must be shm, tcp, rdma or auto\" transport=%s",
                      transport);
         return PD_E_INVALID;
     }

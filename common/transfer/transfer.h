@@ -28,9 +28,13 @@ typedef struct pd_transfer pd_transfer;
 #define PD_TRANSFER_PIECES_MAX        8
 
 typedef struct pd_transfer_options {
-    const char *backend;   /* "ucx"; "nccl": between GPUs' pools, messages all the same by UCX */
-    const char *transport; /* "shm", "tcp" or "auto" (shm within a host, else tcp) */
-    const char *device;    /* network device for tcp, such as "lo"; NULL: lo */
+    const char *backend; /* "ucx"; "nccl": between GPUs' pools, messages all the same by UCX */
+    /* "shm"; "tcp"; "rdma": shm within a host, else NICs that put into memory; "auto": shm within a
+     * host, else tcp. Of pools in GPUs' memory shm means cuda_ipc, which reaches other hosts too
+     * where one NVLink fabric joins them, and tcp goes through host memory. */
+    const char *transport;
+    const char *device; /* for tcp, such as "eth0"; NULL: lo. For rdma, such as "mlx5_0:1"; NULL or
+                           lo: the NICs nearest to the memory */
     uint64_t pool_bytes;
     /* NULL: the transfer allocates it; else pd_transfer_pool_room(pool_bytes) bytes of the
      * caller's, page-aligned, which outlive the transfer. Host memory from outside should be one

@@ -2,7 +2,9 @@
  * a notice through a socket of our own (notice_socket.h). Where UCX has mapped the peer's pool a
  * put is a copy into it, made here (copy.h), and there is nothing to flush; over tcp, where UCX has
  * no one-sided put, blocks and notices are its eager active messages. Between pools in GPUs' memory
- * puts go by cuda_ipc or not at all. Everything runs on the engine's thread.
+ * puts are cuda_ipc's or a NIC's; over tcp the bytes are copied out of one GPU, sent, and copied
+ * into the other, here (gpus.h, ucx_stage.h). Everything runs on the engine's thread, with the
+ * context of the GPU current that the next call is about.
  *
  * Notices within a host do not go through UCX: all senders of a receiver share one queue of its
  * there, and a sender killed between taking an entry and filling it leaves that queue stuck for
@@ -12,11 +14,13 @@
 #include "common/base/mem.h"
 #include "common/transfer/carrier.h"
 #include "common/transfer/copy.h"
+#include "common/transfer/gpus.h"
 #include "common/transfer/lanes.h"
 #include "common/transfer/notice_socket.h"
 #include "common/transfer/senders.h"
 #include "common/transfer/ucx_context.h"
 #include "common/transfer/ucx_pool.h"
+#include "common/transfer/ucx_stage.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,6 +66,10 @@ struct pd_carrier {
     void *engine;
     uint32_t peers_max;
     char transport[8];
+    pd_gpus gpus;    /* that the pool lies on */
+    bool nics_reach; /* NICs read and write their memory */
+    bool gpu_lost; /* bytes that came could not be written into it: nothing is announced any more */
+    pd_ucx_stages stages;
     ucp_context_h context;
     ucp_worker_h worker;
     pd_ucx_pool pool;
@@ -90,6 +98,10 @@ static void take_notice(pd_carrier *carrier, const void *head_bytes, size_t head
         pd_senders_dropped(&carrier->senders, &head, len);
         return;
     }
+    if (carrier->nics_reach && pd_gpus_see_writes(&carrier->gpus) != PD_OK)
+        carrier->gpu_lost = true;
+    if (carrier->gpu_lost) /* the worker ends of it; that its blocks are there nobody may believe */
+        return;
     /* Length 0 is malformed, as the engine will say. */
     bool here = data != NULL && head_len == sizeof head;
     carrier->events->received(carrier->engine, data, here ? len : 0);
@@ -150,7 +162,11 @@ static ucs_status_t on_data(void *arg, const void *header, size_t header_len, vo
         return UCS_OK;
     }
     uint32_t piece;
-    memcpy(pd_ucx_pool_at(&carrier->pool, head.offset, &piece), data, len);
+    unsigned char *to = pd_ucx_pool_at(&carrier->pool, head.offset, &piece);
+    if (carrier->pool.kind == PD_MEMORY_HOST)
+        memcpy(to, data, len);
+    else if (!carrier->gpu_lost && pd_gpus_copy_in(&carrier->gpus, piece, to, data, len) != PD_OK)
+        carrier->gpu_lost = true;
     return UCS_OK;
 }
 
@@ -230,6 +246,8 @@ static void destroy(pd_carrier *carrier)
     pd_ucx_pool_end(&carrier->pool);
     if (carrier->context != NULL)
         ucp_cleanup(carrier->context);
+    pd_ucx_stages_end(&carrier->stages);
+    pd_gpus_close(&carrier->gpus);
     pd_free(carrier->peers);
     pd_free(carrier);
 }
@@ -259,6 +277,41 @@ static pd_status init_socket(pd_carrier *carrier)
     return PD_OK;
 }
 
+static bool by_messages_alone(const pd_carrier *carrier)
+{
+    return strcmp(carrier->transport, "tcp") == 0;
+}
+
+/* UCX and what it needs around it. */
+static pd_status init_ucx(pd_carrier *carrier, const pd_transfer_options *options)
+{
+    pd_transfer_options chosen = *options;
+    /* before UCX, whose modules look for a GPU's context when they are made ready */
+    pd_status status = pd_gpus_open(&carrier->gpus, options);
+    if (status == PD_OK)
+        status = pd_ucx_context_create(&chosen, &carrier->context);
+    strncpy(carrier->transport, chosen.transport, sizeof carrier->transport - 1);
+    if (status == PD_OK)
+        status = init_worker(carrier);
+    if (status == PD_OK && !by_messages_alone(carrier))
+        status = init_socket(carrier);
+    if (status == PD_OK)
+        status = pd_ucx_pool_make(carrier->context, options, &carrier->gpus,
+                                  by_messages_alone(carrier), &carrier->pool);
+    if (status == PD_OK)
+        status = init_address(carrier);
+    if (status != PD_OK || options->pool_kind == PD_MEMORY_HOST)
+        return status;
+    carrier->nics_reach =
+        strcmp(carrier->transport, "rdma") == 0 && pd_gpus_rdma(&carrier->gpus, "");
+    if (strcmp(options->transport, "tcp") == 0)
+        pd_log_warn(
+            "msg=\"transfer: the KV pool lies in a GPU's memory, and tcp carries it through "
+            "host memory, which is slow\" transport=tcp pieces=%u",
+            options->pieces);
+    return PD_OK;
+}
+
 static pd_status create(const pd_transfer_options *options, const pd_carrier_events *events,
                         void *engine, pd_carrier **carrier_out)
 {
@@ -270,20 +323,10 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     carrier->peers_max = options->peers_max;
     carrier->incarnation = options->incarnation;
     carrier->epoll_fd = -1;
-    strncpy(carrier->transport, options->transport, sizeof carrier->transport - 1);
     carrier->peers = pd_calloc(options->peers_max, sizeof *carrier->peers);
     pd_status status = carrier->peers == NULL ? PD_E_NOMEM : PD_OK;
     if (status == PD_OK)
-        status = pd_ucx_context_create(options, &carrier->context);
-    if (status == PD_OK)
-        status = init_worker(carrier);
-    if (status == PD_OK && strcmp(carrier->transport, "tcp") != 0)
-        status = init_socket(carrier);
-    if (status == PD_OK)
-        status = pd_ucx_pool_make(carrier->context, options, strcmp(carrier->transport, "tcp") != 0,
-                                  &carrier->pool);
-    if (status == PD_OK)
-        status = init_address(carrier);
+        status = init_ucx(carrier, options);
     if (status != PD_OK) {
         destroy(carrier);
         return status;
@@ -328,6 +371,47 @@ static pd_status read_lanes(ucp_ep_h ep, char *lane, size_t size)
     return status;
 }
 
+/* From every piece here to every piece over there. */
+static bool is_cuda_ipc_everywhere(pd_carrier *carrier, const ucx_peer *peer)
+{
+    for (uint32_t i = 0; i < carrier->pool.pieces; i++) {
+        if (pd_gpus_use(&carrier->gpus, i) != PD_OK || !pd_ucx_target_by_cuda_ipc(&peer->target))
+            return false;
+    }
+    return true;
+}
+
+/* Do the GPUs' bytes go straight from one to the other? By host memory only where nothing else was
+ * asked for, and never without a word. */
+static pd_status check_gpu_lanes(pd_carrier *carrier, const ucx_peer *peer, const char *lane)
+{
+    pd_lanes_way way = pd_lanes_gpu_way(lane, carrier->nics_reach);
+    const char *why = "no lane reaches GPU memory: containers without a common IPC namespace, GPUs "
+                      "or hosts that no NVLink joins, or other transports than are there";
+    if (by_messages_alone(carrier)) /* it was told when this was chosen */
+        return PD_OK;
+    if (way == PD_LANES_CUDA_IPC && !is_cuda_ipc_everywhere(carrier, peer)) {
+        way = PD_LANES_STAGED;
+        why = "cuda_ipc does not reach the peer's memory from each GPU here";
+    } else if (way == PD_LANES_STAGED && pd_lanes_have_rdma(lane))
+        why = "NICs cannot read and write GPU memory here: neither nvidia_peermem nor dma-buf";
+    if (way != PD_LANES_STAGED) {
+        pd_log_debug("msg=\"transfer: GPU memory is reached\" by=%s peer=%u lanes=%s",
+                     pd_lanes_way_name(way), peer->index, lane);
+        return PD_OK;
+    }
+    if (strcmp(carrier->transport, "auto") != 0) {
+        pd_log_error("msg=\"transfer: blocks would go through host memory: %s\" peer=%u "
+                     "transport=%s lanes=%s",
+                     why, peer->index, carrier->transport, lane);
+        return PD_E_UNSUPPORTED;
+    }
+    pd_log_warn(
+        "msg=\"transfer: blocks go through host memory, which is slow: %s\" peer=%u lanes=%s", why,
+        peer->index, lane);
+    return PD_OK;
+}
+
 /* Is the connection made of what was asked for? */
 static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, size_t size)
 {
@@ -336,24 +420,15 @@ static pd_status check_lanes(pd_carrier *carrier, ucx_peer *peer, char *lane, si
         pd_log_error("msg=\"ucx: cannot tell what carries a connection\" peer=%u", peer->index);
         return status;
     }
-    bool has_tcp = strstr(lane, "tcp") != NULL;
-    bool want_shm = strcmp(carrier->transport, "shm") == 0;
-    bool want_tcp = strcmp(carrier->transport, "tcp") == 0;
-    if ((want_shm && has_tcp) || (want_tcp && strcmp(lane, "tcp") != 0)) {
+    if (!pd_lanes_fit(lane, carrier->transport)) {
         pd_log_error("msg=\"transfer: the connection uses other lanes than configured\" peer=%u "
                      "transport=%s lanes=%s",
                      peer->index, carrier->transport, lane);
         return PD_E_MISMATCH;
     }
-    if (carrier->pool.kind == PD_MEMORY_CUDA) {
-        if (strstr(lane, "cuda_ipc") != NULL)
-            return PD_OK;
-        pd_log_error("msg=\"transfer: no cuda_ipc between this GPU's memory and the peer's\" "
-                     "peer=%u lanes=%s",
-                     peer->index, lane);
-        return PD_E_UNSUPPORTED;
-    }
-    if (has_tcp || peer->target.mapped)
+    if (carrier->pool.kind == PD_MEMORY_CUDA)
+        return check_gpu_lanes(carrier, peer, lane);
+    if (peer->by_message || peer->target.mapped || pd_lanes_have_rdma(lane))
         return PD_OK;
     pd_ucx_target_find(&peer->target);
     if (!peer->target.mapped)
@@ -437,16 +512,21 @@ static uint32_t probes_wanted(const pd_carrier *carrier, const ucx_peer *peer)
 static pd_status probe_next(pd_carrier *carrier, ucx_peer *peer)
 {
     ucp_request_param_t param = {0};
+    pd_status status = PD_OK;
     if (peer->probes == probes_wanted(carrier, peer)) {
         peer->probe_flushing = true;
         peer->probe = ucp_ep_flush_nbx(peer->ep, &param);
     } else {
-        const pd_ucx_piece *from = &carrier->pool.piece[peer->probes / peer->target.pieces];
+        uint32_t piece = peer->probes / peer->target.pieces;
+        const pd_ucx_piece *from = &carrier->pool.piece[piece];
         const pd_ucx_target_piece *to = &peer->target.piece[peer->probes % peer->target.pieces];
         param.op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
         param.memh = from->handle;
         param.memory_type = pd_ucx_pool_type(&carrier->pool);
         peer->probes++;
+        status = pd_gpus_use(&carrier->gpus, piece);
+        if (status != PD_OK)
+            return status;
         peer->probe =
             ucp_put_nbx(peer->ep, from->memory + pd_ucx_probe_offset(carrier->pool.piece_bytes), 8,
                         to->base + pd_ucx_probe_offset(peer->target.piece_bytes), to->key, &param);
@@ -493,13 +573,15 @@ static void probe_progress(pd_carrier *carrier, ucx_peer *peer)
     probe_end(carrier, peer, PD_E_PEER);
 }
 
-static pd_status open_socket(pd_carrier *carrier, const ucx_peer *peer, const ucx_address *head)
+/* far: the peer may well be on another host. */
+static pd_status open_socket(pd_carrier *carrier, const ucx_peer *peer, const ucx_address *head,
+                             bool far)
 {
     static const unsigned char none[PD_NOTICE_SOCKET_NAME_BYTES];
     if (carrier->socket == NULL || memcmp(head->socket, none, sizeof none) == 0)
         return PD_OK;
     pd_status status = pd_notice_socket_open(carrier->socket, peer->index, head->socket);
-    if (status == PD_E_PEER)
+    if (status == PD_E_PEER && !far)
         pd_log_warn("msg=\"transfer: the peer's socket for notices cannot be reached from here; "
                     "they go through UCX\" peer=%u",
                     peer->index);
@@ -537,15 +619,19 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     pd_status status = read_lanes(peer->ep, lane, sizeof lane);
     if (status != PD_OK)
         return status;
-    peer->by_message = strstr(lane, "tcp") != NULL;
+    /* a GPU's bytes may have a lane of their own beside tcp */
+    peer->by_message = pd_lanes_have(lane, "tcp") &&
+                       (carrier->pool.kind == PD_MEMORY_HOST || !pd_lanes_have(lane, "cuda_ipc"));
     /* Over tcp no put of UCX's own is used, and the keys must not even be unpacked: there that asks
      * the peer for its endpoint's number, and UCX 1.13 aborts a peer that owes this answer to a
      * process that has died (ucp_request.c:684, "got REP message"). Without it nobody answers
      * anything. */
-    if (!peer->by_message && !pd_ucx_target_map(&peer->target, pool_bytes))
+    status = pd_gpus_use(&carrier->gpus, 0);
+    if (status == PD_OK && !peer->by_message && !pd_ucx_target_map(&peer->target, pool_bytes))
         status = pd_ucx_target_unpack(&peer->target, peer->ep, pool_bytes);
     if (status == PD_OK && !peer->by_message)
-        status = open_socket(carrier, peer, &head);
+        status = open_socket(carrier, peer, &head,
+                             pd_lanes_have_rdma(lane) || pd_lanes_have(lane, "tcp"));
     if (status != PD_OK)
         return status;
     return start_probe(carrier, peer);
@@ -561,6 +647,7 @@ static void drop_request(void **request)
 static void close_end(pd_carrier *carrier, ucx_peer *peer)
 {
     pd_ucx_target_end(&peer->target);
+    pd_ucx_stages_abandon(&carrier->stages, peer->index);
     peer->ep = NULL;
     carrier->events->closed(carrier->engine, peer->index);
 }
@@ -653,6 +740,14 @@ static void on_put(void *request, ucs_status_t status, void *token)
     thread_carrier->events->put_done(thread_carrier->engine, (uintptr_t)token, status_of(status));
 }
 
+static void on_staged(void *request, ucs_status_t status, void *context)
+{
+    pd_ucx_stage *stage = context;
+    uint64_t token = stage->token;
+    pd_ucx_stage_give(stage);
+    on_put(request, status, (void *)(uintptr_t)token);
+}
+
 static void on_flush(void *request, ucs_status_t status, void *token)
 {
     ucp_request_free(request);
@@ -701,9 +796,20 @@ static pd_status put_by_message(pd_carrier *carrier, ucx_peer *peer, uint64_t so
 {
     data_head head = {.from = peer->head, .offset = target_offset};
     uint32_t piece;
-    return send_message(peer, DATA_AM_ID, &head, sizeof head,
-                        pd_ucx_pool_at(&carrier->pool, source_offset, &piece), bytes, on_put,
-                        token);
+    const unsigned char *from = pd_ucx_pool_at(&carrier->pool, source_offset, &piece);
+    if (carrier->pool.kind == PD_MEMORY_HOST)
+        return send_message(peer, DATA_AM_ID, &head, sizeof head, from, bytes, on_put, token);
+    pd_ucx_stage *stage = pd_ucx_stage_take(&carrier->stages, peer->index);
+    if (stage == NULL)
+        return PD_E_OVERLOAD;
+    stage->token = token;
+    pd_status status = pd_gpus_copy_out(&carrier->gpus, piece, stage->bytes, from, bytes);
+    if (status == PD_OK)
+        status = send_message(peer, DATA_AM_ID, &head, sizeof head, stage->bytes, bytes, on_staged,
+                              (uintptr_t)stage);
+    if (status != PD_E_AGAIN) /* UCX has its own copy, or will not read it */
+        pd_ucx_stage_give(stage);
+    return status;
 }
 
 static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
@@ -723,6 +829,9 @@ static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
         pd_copy_out(to->mapped + at, from, bytes);
         return PD_OK;
     }
+    pd_status status = pd_gpus_use(&carrier->gpus, piece);
+    if (status != PD_OK)
+        return status;
     ucp_request_param_t param = {
         .op_attr_mask = UCP_OP_ATTR_FIELD_MEMH | UCP_OP_ATTR_FIELD_MEMORY_TYPE |
                         UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,

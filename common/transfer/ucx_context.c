@@ -94,6 +94,30 @@ static pd_status check_version(void)
 #define TCP_KEY(name) (UCP_API_MINOR < 14 ? (name) : "TCP_" name)
 #define COUNT(array)  (sizeof(array) / sizeof *(array))
 
+/* The transports that may be used, as UCX's setting TLS. Names that this UCX has not are passed
+ * over. */
+static const char *lanes_for(const char *transport, bool gpu)
+{
+    static const struct {
+        const char *transport, *host, *gpu;
+    } lanes[] = {
+        /* a GPU's memory within a host: cuda_ipc carries, the others connect */
+        {"shm", "posix,sysv,cma,self", "cuda_ipc,cuda_copy,posix,sysv,cma,self"},
+        /* without "self", so that a device that is down fails here and not at the first
+         * connection; a GPU's bytes are messages of ours, and UCX never sees where they lie */
+        {"tcp", "tcp", "tcp"},
+        {"rdma", "posix,sysv,cma,self,rc,dc",
+         "cuda_ipc,cuda_copy,gdr_copy,posix,sysv,cma,self,rc,dc"},
+        {"auto", "posix,sysv,cma,self,tcp", "cuda_ipc,cuda_copy,posix,sysv,cma,self,tcp"},
+    };
+    size_t i = 0;
+    while (strcmp(lanes[i].transport, transport) != 0) {
+        i++;
+        pd_assert(i < COUNT(lanes)); /* it was checked */
+    }
+    return gpu ? lanes[i].gpu : lanes[i].host;
+}
+
 static pd_status configure_transport(ucp_config_t *config, const pd_transfer_options *options)
 {
     /* Shared memory takes part in connections that report failures only when told to; a dead peer
@@ -105,8 +129,7 @@ static pd_status configure_transport(ucp_config_t *config, const pd_transfer_opt
         {"ALLOC_PRIO", "md:sysv,md:posix,thp,mmap,heap"},
     };
     /* On tcp short keepalives of UCX's own keep the kernel from seeing a cut link: leave them. */
-    const setting network[] = {
-        {"NET_DEVICES", options->device == NULL ? "lo" : options->device},
+    static const setting network[] = {
         {TCP_KEY("TX_SEG_SIZE"), "1m"},
         {TCP_KEY("RX_SEG_SIZE"), "1m"},
         /* What the kernel holds counts as sent, and nobody can overtake it: the kernel's own
@@ -115,66 +138,46 @@ static pd_status configure_transport(ucp_config_t *config, const pd_transfer_opt
         /* no rendezvous: 1.22 prefers it early, and it is slower here (1.13 does not care) */
         {"RNDV_THRESH", "inf"},
     };
-    static const setting shm_lanes = {"TLS", "posix,sysv,cma,self"};
-    /* without "self", so that a device that is down fails here and not at the first connection */
-    static const setting tcp_lanes = {"TLS", "tcp"};
-    static const setting auto_lanes = {"TLS", "posix,sysv,cma,self,tcp"};
-    /* a GPU's memory within a host: cuda_ipc carries, the others connect */
-    static const setting gpu_lanes = {"TLS", "cuda_ipc,cuda_copy,posix,sysv,cma,self"};
     bool gpu = options->pool_kind == PD_MEMORY_CUDA;
-    bool shm = gpu || strcmp(options->transport, "shm") == 0;
     bool tcp = strcmp(options->transport, "tcp") == 0;
-    if (gpu && tcp) {
-        pd_log_error(
-            "msg=\"transfer: the KV pool lies in a GPU's memory, which tcp does not reach\" "
-            "transport=tcp");
+    bool may_tcp = tcp || strcmp(options->transport, "auto") == 0;
+    bool rdma = strcmp(options->transport, "rdma") == 0;
+    const setting lanes = {"TLS", lanes_for(options->transport, gpu)};
+    const char *device = options->device == NULL ? "lo" : options->device;
+    const setting devices = {"NET_DEVICES", device};
+    if (may_tcp && if_nametoindex(device) == 0) {
+        pd_log_error("msg=\"transfer: no such network device: %m\" device=%s", device);
         return PD_E_UNSUPPORTED;
     }
-    if (!shm && if_nametoindex(network[0].value) == 0) {
-        pd_log_error("msg=\"transfer: no such network device: %m\" device=%s", network[0].value);
-        return PD_E_UNSUPPORTED;
-    }
-    pd_status status = configure(config,
-                                 gpu   ? &gpu_lanes
-                                 : shm ? &shm_lanes
-                                 : tcp ? &tcp_lanes
-                                       : &auto_lanes,
-                                 1);
+    pd_status status = configure(config, &lanes, 1);
     if (status == PD_OK && !tcp)
         status = configure(config, memory, COUNT(memory));
-    if (status == PD_OK && !shm)
+    if (status == PD_OK && may_tcp)
         status = configure(config, network, COUNT(network));
+    /* lo is no NIC, and nobody's choice: UCX takes those nearest to the memory */
+    if (status == PD_OK && (may_tcp || (rdma && strcmp(device, "lo") != 0)))
+        status = configure(config, &devices, 1);
     return status;
 }
 
 /* Debian's UCX, for one, knows host memory only. */
-static pd_status check_memory(ucp_context_h context, const pd_transfer_options *options)
+static bool knows_gpus(ucp_context_h context)
 {
     ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
-    if (options->pool_kind == PD_MEMORY_HOST)
-        return PD_OK;
     ucs_status_t ucs = ucp_context_query(context, &attr);
-    if (ucs == UCS_OK && (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0)
-        return PD_OK;
-    pd_log_error("msg=\"ucx: this UCX has no support for GPU memory, where the KV pool lies: it "
-                 "needs the modules cuda_ipc and cuda_copy\" version=%s",
-                 ucp_get_version_string());
-    return PD_E_UNSUPPORTED;
+
+    return ucs == UCS_OK && (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
 }
 
-pd_status pd_ucx_context_create(const pd_transfer_options *options, ucp_context_h *context_out)
+static pd_status init(const pd_transfer_options *options, ucp_context_h *context_out)
 {
-    pd_status status = check_version();
-    if (status != PD_OK)
-        return status;
-    pthread_once(&prepare_once, prepare_library);
     ucp_config_t *config;
     ucs_status_t ucs = ucp_config_read(NULL, NULL, &config);
     if (ucs != UCS_OK) {
         pd_log_error("msg=\"ucx: cannot read its configuration: %s\"", ucs_status_string(ucs));
         return PD_E_UNSUPPORTED;
     }
-    status = configure_transport(config, options);
+    pd_status status = configure_transport(config, options);
     if (status == PD_OK) {
         ucp_params_t params = {
             .field_mask = UCP_PARAM_FIELD_FEATURES,
@@ -185,12 +188,36 @@ pd_status pd_ucx_context_create(const pd_transfer_options *options, ucp_context_
             *context_out = NULL;
             pd_log_error("msg=\"ucx: no such transport or device here: %s\" transport=%s device=%s",
                          ucs_status_string(ucs), options->transport,
-                         options->device == NULL ? "lo" : options->device);
+                         options->device == NULL ? "(default)" : options->device);
             status = PD_E_UNSUPPORTED;
         }
     }
-    if (status == PD_OK)
-        status = check_memory(*context_out, options);
     ucp_config_release(config);
     return status;
+}
+
+pd_status pd_ucx_context_create(pd_transfer_options *options, ucp_context_h *context_out)
+{
+    bool by_ucx = options->pool_kind == PD_MEMORY_CUDA && strcmp(options->transport, "tcp") != 0;
+    pd_status status = check_version();
+    if (status != PD_OK)
+        return status;
+    pthread_once(&prepare_once, prepare_library);
+    status = init(options, context_out);
+    if (status != PD_OK || !by_ucx || knows_gpus(*context_out))
+        return status;
+    ucp_cleanup(*context_out);
+    *context_out = NULL;
+    if (strcmp(options->transport, "auto") != 0) {
+        pd_log_error(
+            "msg=\"ucx: this UCX has no support for GPU memory, where the KV pool lies: it "
+            "needs the modules cuda_ipc and cuda_copy\" version=%s transport=%s",
+            ucp_get_version_string(), options->transport);
+        return PD_E_UNSUPPORTED;
+    }
+    pd_log_warn("msg=\"ucx: this UCX has no support for GPU memory, where the KV pool lies: its "
+                "blocks go through host memory and tcp, which is slow\" version=%s",
+                ucp_get_version_string());
+    options->transport = "tcp";
+    return init(options, context_out);
 }

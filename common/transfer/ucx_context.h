@@ -17,7 +17,9 @@
 /* Errors (logged): PD_E_MISMATCH (built for another version than the one that was loaded),
  * PD_E_UNSUPPORTED (a setting, transport or device that there is not). *context_out is NULL then.
  */
-/* With a pool in a GPU's memory (options->pool_kind) the lanes are cuda_ipc's, and it is
- * PD_E_UNSUPPORTED where this UCX has no support for such memory. */
-PD_CHECKED pd_status pd_ucx_context_create(const pd_transfer_options *options,
+/* For a pool in a GPU's memory (options->pool_kind) this UCX must have support for such memory,
+ * unless tcp carries it, as messages: else it is PD_E_UNSUPPORTED, and with transport "auto"
+ * becomes "tcp" in *options, with a warning. A context of the GPU is current on the calling thread.
+ */
+PD_CHECKED pd_status pd_ucx_context_create(pd_transfer_options *options,
                                            ucp_context_h *context_out);

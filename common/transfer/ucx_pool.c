@@ -62,6 +62,9 @@ static pd_status register_piece(pd_ucx_pool *pool, uint32_t piece)
         .length = pd_transfer_pool_room(pool->piece_bytes),
         .memory_type = pd_ucx_pool_type(pool),
     };
+    pd_status status = pd_gpus_use(pool->gpus, piece);
+    if (status != PD_OK)
+        return status;
     ucs_status_t ucs = ucp_mem_map(pool->context, &params, &pool->piece[piece].handle);
     if (ucs == UCS_OK)
         return PD_OK;
@@ -107,31 +110,33 @@ static pd_status allocate_pool(pd_ucx_pool *pool)
     bool shared = is_shared_memory(piece->memory);
     if (!shared) /* new pages of a shared segment are zero; UCX's heap may hand out used ones */
         memset(piece->memory, 0, bytes);
-    if (!shared && pool->within_host)
+    if (!shared && !pool->messages)
         pd_log_warn("msg=\"transfer: the KV pool is not in shared memory, transfers within this "
                     "host will be slower: raise kernel.shmmax or /dev/shm\" pool_bytes=%llu",
                     (unsigned long long)pool->bytes);
     return PD_OK;
 }
 
-pd_status pd_ucx_pool_make(ucp_context_h context, const pd_transfer_options *options,
-                           bool within_host, pd_ucx_pool *pool)
+pd_status pd_ucx_pool_make(ucp_context_h context, const pd_transfer_options *options, pd_gpus *gpus,
+                           bool messages, pd_ucx_pool *pool)
 {
     *pool = (pd_ucx_pool){
         .context = context,
+        .gpus = gpus,
         .bytes = options->pool_bytes,
         .piece_bytes = options->pool_bytes / options->pieces,
         .pieces = options->pieces,
         .kind = options->pool_kind,
         .given = options->piece_memory != NULL,
-        .within_host = within_host,
+        .messages = messages,
     };
     if (!pool->given)
         return allocate_pool(pool);
     pd_status status = PD_OK;
     for (uint32_t i = 0; i < pool->pieces; i++)
         pool->piece[i].memory = options->piece_memory[i];
-    for (uint32_t i = 0; status == PD_OK && i < pool->pieces; i++)
+    bool registered = pool->kind == PD_MEMORY_HOST || !messages;
+    for (uint32_t i = 0; registered && status == PD_OK && i < pool->pieces; i++)
         status = register_piece(pool, i);
     return status;
 }
@@ -152,12 +157,30 @@ static pd_shared_file file_of_piece(const pd_ucx_pool *pool, uint32_t piece)
 {
     pd_shared_file file = {0};
 
-    if (pool->given && pool->kind == PD_MEMORY_HOST && pool->within_host &&
+    if (pool->given && pool->kind == PD_MEMORY_HOST && !pool->messages &&
         pd_shared_file_of(pool->piece[piece].memory, pool->piece_bytes, &file) != PD_OK)
         pd_log_warn("msg=\"transfer: the KV pool is no shared memory that peers could map: "
                     "transfers within this host are slow\" piece=%u piece_bytes=%llu",
                     piece, (unsigned long long)pool->piece_bytes);
     return file;
+}
+
+/* *key_out is NULL for a piece that UCX does not know. */
+static pd_status pack_key(const pd_ucx_pool *pool, uint32_t piece, void **key_out,
+                          size_t *bytes_out)
+{
+    *key_out = NULL;
+    *bytes_out = 0;
+    if (pool->piece[piece].handle == NULL)
+        return PD_OK;
+    pd_status status = pd_gpus_use(pool->gpus, piece);
+    if (status != PD_OK)
+        return status;
+    ucs_status_t ucs = ucp_rkey_pack(pool->context, pool->piece[piece].handle, key_out, bytes_out);
+    if (ucs == UCS_OK)
+        return PD_OK;
+    pd_log_error("msg=\"ucx: no key of the pool: %s\" piece=%u", ucs_status_string(ucs), piece);
+    return PD_E_UNSUPPORTED;
 }
 
 pd_status pd_ucx_pool_pack(const pd_ucx_pool *pool, unsigned char *to, size_t room,
@@ -169,10 +192,12 @@ pd_status pd_ucx_pool_pack(const pd_ucx_pool *pool, unsigned char *to, size_t ro
         return PD_E_UNSUPPORTED;
     }
     for (uint32_t i = 0; i < pool->pieces; i++) {
-        void *key = NULL;
-        size_t key_bytes = 0;
-        ucs_status_t ucs = ucp_rkey_pack(pool->context, pool->piece[i].handle, &key, &key_bytes);
-        bool fits = ucs == UCS_OK && key_bytes <= room - used;
+        void *key;
+        size_t key_bytes;
+        pd_status status = pack_key(pool, i, &key, &key_bytes);
+        if (status != PD_OK)
+            return status;
+        bool fits = key_bytes <= room - used;
         if (fits) {
             pd_ucx_piece_address head = {
                 .base = (uintptr_t)pool->piece[i].memory,
@@ -180,13 +205,14 @@ pd_status pd_ucx_pool_pack(const pd_ucx_pool *pool, unsigned char *to, size_t ro
                 .file = file_of_piece(pool, i),
             };
             memcpy(to + i * sizeof head, &head, sizeof head);
-            memcpy(to + used, key, key_bytes);
+            if (key != NULL)
+                memcpy(to + used, key, key_bytes);
             used += key_bytes;
         } else
-            pd_log_error("msg=\"ucx: no key of the pool for an address: %s\" piece=%u "
+            pd_log_error("msg=\"ucx: the pool's keys are too long for an address\" piece=%u "
                          "key_bytes=%zu",
-                         ucs_status_string(ucs), i, key_bytes);
-        if (ucs == UCS_OK)
+                         i, key_bytes);
+        if (key != NULL)
             ucp_rkey_buffer_release(key);
         if (!fits)
             return PD_E_UNSUPPORTED;
@@ -212,7 +238,7 @@ bool pd_ucx_target_fits(const unsigned char *bytes, size_t len, pd_carrier_pool 
     size_t rest = len - heads;
     for (uint32_t i = 0; i < shape.pieces; i++) {
         pd_ucx_piece_address head = head_of(bytes, i);
-        if (head.key_bytes == 0 || head.key_bytes > rest || head.base == 0)
+        if (head.key_bytes > rest || head.base == 0)
             return false;
         rest -= head.key_bytes;
     }
@@ -259,14 +285,16 @@ pd_status pd_ucx_target_unpack(pd_ucx_target *target, ucp_ep_h ep, const unsigne
 {
     const unsigned char *key = bytes + target->pieces * sizeof(pd_ucx_piece_address);
     for (uint32_t i = 0; i < target->pieces; i++) {
-        ucs_status_t ucs = ucp_ep_rkey_unpack(ep, key, &target->piece[i].key);
+        uint32_t key_bytes = head_of(bytes, i).key_bytes;
+        ucs_status_t ucs = key_bytes == 0 ? UCS_ERR_INVALID_PARAM
+                                          : ucp_ep_rkey_unpack(ep, key, &target->piece[i].key);
         if (ucs != UCS_OK) {
             target->piece[i].key = NULL;
             pd_log_error("msg=\"transfer: a peer's key to its pool cannot be used: %s\" piece=%u",
                          ucs_status_string(ucs), i);
             return PD_E_PEER;
         }
-        key += head_of(bytes, i).key_bytes;
+        key += key_bytes;
     }
     return PD_OK;
 }
@@ -281,6 +309,17 @@ void pd_ucx_target_find(pd_ucx_target *target)
         else
             target->mapped = false;
     }
+}
+
+bool pd_ucx_target_by_cuda_ipc(const pd_ucx_target *target)
+{
+    enum { SAYS_SO = 21 }; /* the minor version whose cuda_ipc first maps a key on request */
+    void *mapped;
+    for (uint32_t i = 0; UCP_API_MINOR >= SAYS_SO && i < target->pieces; i++) {
+        if (ucp_rkey_ptr(target->piece[i].key, target->piece[i].base, &mapped) != UCS_OK)
+            return false;
+    }
+    return true;
 }
 
 void pd_ucx_target_end(pd_ucx_target *target)

@@ -10,6 +10,7 @@
  * Transfer thread only. */
 
 #include "common/transfer/carrier.h"
+#include "common/transfer/gpus.h"
 #include "common/transfer/shared_file.h"
 
 #include <ucp/api/ucp.h>
@@ -18,24 +19,27 @@
 
 typedef struct pd_ucx_piece {
     unsigned char *memory; /* [piece_bytes rounded up to a page] then a page for probes */
-    ucp_mem_h handle;
+    ucp_mem_h handle;      /* NULL: UCX does not know the pool */
 } pd_ucx_piece;
 
 typedef struct pd_ucx_pool {
     ucp_context_h context;
+    pd_gpus *gpus; /* that its pieces lie on */
     uint64_t bytes, piece_bytes;
     uint32_t pieces;
     pd_memory_kind kind;
-    bool given; /* by the owner */
-    bool within_host;
+    bool given;    /* by the owner */
+    bool messages; /* see pd_ucx_pool_make */
     pd_ucx_piece piece[PD_TRANSFER_PIECES_MAX];
 } pd_ucx_pool;
 
-/* Allocates the pool, or registers what options give. within_host: peers that could map it are of
+/* Allocates the pool, or registers what options give; over messages alone a GPU's memory is not
+ * registered, for which UCX would need modules. gpus are opened for the same options, and outlive
+ * the pool. messages: nothing but messages carries bytes; else peers that could map the pool are of
  * interest, and it is told when they cannot. Errors, logged: PD_E_NOMEM, PD_E_UNSUPPORTED (the
  * memory cannot be registered), PD_E_INTERNAL. End it in any case. */
 PD_CHECKED pd_status pd_ucx_pool_make(ucp_context_h context, const pd_transfer_options *options,
-                                      bool within_host, pd_ucx_pool *pool);
+                                      pd_gpus *gpus, bool messages, pd_ucx_pool *pool);
 void pd_ucx_pool_end(pd_ucx_pool *pool);
 /* Where an offset lies, and the piece that it lies in. */
 unsigned char *pd_ucx_pool_at(const pd_ucx_pool *pool, uint64_t offset, uint32_t *piece_out);
@@ -52,8 +56,8 @@ uint64_t pd_ucx_probe_offset(uint64_t piece_bytes);
 /* ---- a peer's ---- */
 
 typedef struct pd_ucx_piece_address {
-    uint64_t base; /* in the peer's address space */
-    uint32_t key_bytes;
+    uint64_t base;       /* in the peer's address space */
+    uint32_t key_bytes;  /* 0: it is written by messages alone */
     uint32_t pad;        /* 0 */
     pd_shared_file file; /* by which a given piece can be mapped; inode 0: it cannot */
 } pd_ucx_piece_address;
@@ -79,10 +83,13 @@ bool pd_ucx_target_fits(const unsigned char *bytes, size_t len, pd_carrier_pool 
 void pd_ucx_target_init(pd_ucx_target *target, const unsigned char *bytes, pd_carrier_pool shape);
 /* Maps every piece by its file. False, and nothing is mapped: not all of them can be. */
 bool pd_ucx_target_map(pd_ucx_target *target, const unsigned char *bytes);
-/* Makes UCX's keys of it. PD_E_PEER: one cannot be used (logged). */
+/* Makes UCX's keys of it. PD_E_PEER: one is missing or cannot be used (logged). */
 PD_CHECKED pd_status pd_ucx_target_unpack(pd_ucx_target *target, ucp_ep_h ep,
                                           const unsigned char *bytes);
 /* Finds the pieces in our address space where UCX has mapped them; sets mapped. */
 void pd_ucx_target_find(pd_ucx_target *target);
+/* Can cuda_ipc reach every piece from the GPU whose context is current? Where this UCX does not say
+ * so of a key, true: the lanes are all there is to go by. */
+bool pd_ucx_target_by_cuda_ipc(const pd_ucx_target *target);
 /* Of the peer's connection, when that is closed. */
 void pd_ucx_target_end(pd_ucx_target *target);

@@ -230,6 +230,18 @@ static int no_memory_is_left(void **state)
         PAIR(test, transport ":2", transport ":4"), PAIR(test, transport ":4", transport ":4"),    \
         PAIR(test, transport ":2", transport ":2")
 
+/* In a process that finds the stand-in for the driver: each piece on a device of its own, whose
+ * context must be current for a copy. */
+static int gpu_main(void)
+{
+    const struct CMUnitTest tests[] = {
+        PAIRS(what_is_put_lies_where_its_offset_says, "gpu"),
+        PAIR(no_put_crosses_a_piece, "gpu:4", "gpu:2"),
+        PAIR(nothing_is_left_of_a_peer_that_is_killed, "gpu:2", "gpu:4"),
+    };
+    return cmocka_run_group_tests(tests, NULL, no_memory_is_left);
+}
+
 int main(int argc, char **argv)
 {
     int role = process_role(argc, argv);
@@ -238,6 +250,8 @@ int main(int argc, char **argv)
     pd_log_init("test", getenv("TEST_LOG") != NULL ? PD_LOG_DEBUG : PD_LOG_ERROR);
     signal(SIGPIPE, SIG_IGN);
     cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
+    if (getenv("TEST_CARRIER") != NULL && strcmp(getenv("TEST_CARRIER"), "gpu") == 0)
+        return gpu_main();
     const struct CMUnitTest tests[] = {
         PAIRS(what_is_put_lies_where_its_offset_says, "shared"),
         PAIRS(what_is_put_lies_where_its_offset_says, "shm"),

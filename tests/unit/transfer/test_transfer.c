@@ -26,7 +26,7 @@ static void all_bytes_are_there_when_the_notice_arrives(void **state)
     receiver r = receiver_start(transport_of(state));
     pd_transfer *transfer = sender_create(transport_of(state), 0);
     pd_peer peer = connect_to(transfer, &r, 5);
-    if (strcmp(transport_of(state), "tcp") == 0)
+    if (strcmp(transport_of(state), "tcp") == 0 || strcmp(transport_of(state), "gpu:1") == 0)
         assert_string_equal(event.lane, "tcp");
     else if (strncmp(transport_of(state), "nccl", 4) == 0)
         assert_string_equal(event.lane, "nccl");
@@ -520,6 +520,30 @@ static int nccl_main(void)
     return cmocka_run_group_tests(tests, NULL, nothing_is_left);
 }
 
+#define GPU(test)                                                                                  \
+    {                                                                                              \
+#test "/gpu", test, NULL, NULL, "gpu:1"                                                    \
+    }
+
+/* In a process that finds the stand-in for the driver: over tcp, through host memory. */
+static int gpu_main(void)
+{
+    const struct CMUnitTest tests[] = {
+        GPU(all_bytes_are_there_when_the_notice_arrives),
+        GPU(notices_of_any_length_arrive_in_order),
+        GPU(a_connection_works_after_idling),
+        GPU(a_killed_peer_is_noticed_and_its_successor_works),
+        GPU(a_receiver_outlives_its_senders),
+        GPU(a_fenced_sender_changes_no_byte_any_more),
+        GPU(connecting_to_a_dead_peer_fails_in_time),
+        GPU(closing_fails_everything_under_way_at_once),
+        GPU(a_peer_that_hangs_is_given_up_in_time),
+        GPU(no_put_leaves_the_pools),
+        GPU(addresses_that_are_none_are_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, nothing_is_left);
+}
+
 int main(int argc, char **argv)
 {
     int role = process_role(argc, argv);
@@ -530,6 +554,8 @@ int main(int argc, char **argv)
     cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
     if (getenv("TEST_CARRIER") != NULL && strcmp(getenv("TEST_CARRIER"), "nccl") == 0)
         return nccl_main();
+    if (getenv("TEST_CARRIER") != NULL && strcmp(getenv("TEST_CARRIER"), "gpu") == 0)
+        return gpu_main();
     const struct CMUnitTest tests[] = {
         ALL(all_bytes_are_there_when_the_notice_arrives),
         {"all_bytes_are_there_when_the_notice_arrives/auto",

@@ -43,7 +43,8 @@ void *outside_memory(bool shared);
 /* Reads a test's name for a transport: those of the options, "shared" (shm between pools that their
  * owners gave), "nccl" and "nccl-tcp" (that carrier, its messages by "auto" or "tcp", between pools
  * that pass for a GPU's). "shared:4", "shm:4" and "tcp:4": the pool is given in 4 pieces that lie
- * apart, mappings of files or plain memory; of one such transfer in a process. */
+ * apart, mappings of files or plain memory; of one such transfer in a process. "gpu:4": over tcp,
+ * each on a device of its own, with the stand-in for the driver. */
 void read_transport(pd_transfer_options *options);
 const char *transport_of(void **state);
 /* Where an offset of the transfer's pool lies, in pieces too. */
