@@ -9,10 +9,12 @@
  *
  * The calls in order: probe (and attach, for a plugin) - create - pool_alloc where pool_own - bind,
  * once - step, seal and check - the pool goes (pool_free) when nobody steps, seals or checks any
- * more - destroy. Threads: everything from create to bind on one thread; then step on one thread,
- * and seal and check on any others, at the same time as step and each other, for blocks whose KV
- * in that layer group nobody writes meanwhile (other blocks are being written). describe, bytes
- * and broken on any thread.
+ * more - destroy. With ranks (one process each, kernels/comm.h): shared_bytes first; every rank
+ * creates, binds and steps the same; rank 0 alone has pools, seals and tokens, and its pool goes
+ * when the other ranks have ended. Threads: everything from create to bind on one thread; then step
+ * on one thread, and seal and check on any others, at the same time as step and each other, for
+ * blocks whose KV in that layer group nobody writes meanwhile (other blocks are being written).
+ * describe, bytes and broken on any thread.
  *
  * Errors are logged once, by the backend. PD_E_NOMEM, PD_E_UNSUPPORTED: at start; PD_E_INTERNAL:
  * the step or the seals cannot be trusted, and when `broken` says something, nothing after them
@@ -28,15 +30,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERN_BACKEND_ABI 1
+#define KERN_BACKEND_ABI 2
 /* The one symbol that a plugin shows, declared below. */
 #define KERN_BACKEND_SYMBOL "kern_backend_plugin"
 
 typedef struct kern_loaded kern_loaded; /* a model on a backend; each backend has its own */
 struct kern_comm;                       /* tensor-parallel ranks (kernels/comm.h) */
+struct kern_comm_calls;
 
 typedef struct kern_backend_options {
-    uint32_t device;          /* the n-th of the backend's devices */
+    uint32_t device;          /* the n-th of the backend's devices; of ranks, rank 0's */
     const char *variant;      /* "cpu-avx2": one of the host's instruction sets; NULL: the best */
     uint32_t threads;         /* host threads that compute; 0: one a usable core */
     uint32_t context_max;     /* positions 0 .. context_max - 1 */
@@ -46,6 +49,7 @@ typedef struct kern_backend_options {
                                  slice asks */
     uint32_t rank, ranks;     /* of a tensor-parallel group; ranks 0 is 1 */
     struct kern_comm *comm;   /* NULL when alone; outlives the model */
+    const struct kern_comm_calls *comm_calls; /* how a plugin calls it */
 } kern_backend_options;
 
 /* A part of one sequence: tokens at positions position .. position + count - 1. The KV of all
@@ -94,6 +98,10 @@ typedef struct kern_backend {
     /* For a plugin's own copy of common/base/log: as pd_log_init. NULL: nothing to do. */
     void (*attach)(const char *service, pd_log_level level);
 
+    /* What so many ranks need of their comm's memory, all of their life; 0: there cannot be so many
+     * here (logged). layout: of the pool that they will be bound to. */
+    uint64_t (*shared_bytes)(const pd_model_shape *shape, const kern_backend_options *options,
+                             const pd_kv_layout *layout, bool seals);
     /* file outlives the model. Errors: PD_E_UNSUPPORTED (the device, the model's shape or a weight
      * format), PD_E_INVALID (a tensor missing), PD_E_NOMEM, PD_E_IO (threads). */
     pd_status (*create)(const pd_model_file *file, const kern_backend_options *options,
@@ -105,12 +113,15 @@ typedef struct kern_backend {
     /* NULL: fine; else what broke it for good: every later step fails, the worker must end. */
     const char *(*broken)(const kern_loaded *model);
 
-    /* Only where pool_own. Zeroed; aligned to a page, one allocation that a transfer can
+    /* Only where pool_own, rank 0's. A piece for each rank, where that one can work on it:
+     * pieces_out[rank]. Zeroed; each aligned to a page, one allocation that a transfer can
      * register. */
-    pd_status (*pool_alloc)(kern_loaded *model, uint64_t bytes, void **pool_out);
-    void (*pool_free)(kern_loaded *model, void *pool);
-    /* The pool that steps work on; layout is copied. seals: hashes for seals are made while K and V
-     * are written; else seal and check are made from the bytes. PD_E_NOMEM. */
+    pd_status (*pool_alloc)(kern_loaded *model, uint64_t piece_bytes, void **pieces_out);
+    void (*pool_free)(kern_loaded *model);
+    /* The pool that steps work on; layout is copied. pool: all of it, where it is any host memory;
+     * where pool_own, rank 0's piece, and NULL at the others, who get theirs from rank 0. seals:
+     * hashes for seals are made while K and V are written; else seal and check are made from the
+     * bytes. PD_E_NOMEM. */
     pd_status (*bind)(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals);
 
     /* Runs the step to its end. A row's result is bit for bit the same whatever shares its step,

@@ -16,16 +16,14 @@
 /* How soon rank 0 notices that another one is gone while it waits for it. */
 #define LOOK_NS (20 * 1000 * 1000)
 
-#define ALIGNMENT 64
-
 /* The first bytes of the memory; each word that all write to in a cache line of its own. */
 typedef struct shared {
     atomic_uint arrived;
-    char apart_0[ALIGNMENT - sizeof(atomic_uint)];
+    char apart_0[KERN_COMM_ALIGNMENT - sizeof(atomic_uint)];
     atomic_uint generation;
     atomic_uint sleepers;
     atomic_uint ended;
-    char apart_1[ALIGNMENT - 3 * sizeof(atomic_uint)];
+    char apart_1[KERN_COMM_ALIGNMENT - 3 * sizeof(atomic_uint)];
 } shared;
 
 struct kern_comm {
@@ -37,11 +35,6 @@ struct kern_comm {
     struct pollfd pidfds[KERN_RANKS_MAX];
 };
 
-uint64_t kern_comm_round(uint64_t bytes)
-{
-    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-}
-
 uint64_t kern_comm_own_bytes(void)
 {
     return kern_comm_round(sizeof(shared));
@@ -50,7 +43,8 @@ uint64_t kern_comm_own_bytes(void)
 pd_status kern_comm_create(const kern_comm_options *options, kern_comm **comm_out)
 {
     pd_assert(options->ranks >= 2 && options->ranks <= KERN_RANKS_MAX);
-    pd_assert(options->rank < options->ranks && (uintptr_t)options->memory % ALIGNMENT == 0);
+    pd_assert(options->rank < options->ranks &&
+              (uintptr_t)options->memory % KERN_COMM_ALIGNMENT == 0);
     kern_comm *comm = pd_calloc(1, sizeof *comm);
 
     if (comm == NULL)
@@ -115,6 +109,13 @@ static void look_after_ranks(kern_comm *comm)
         kern_comm_end(comm);
 }
 
+bool kern_comm_ended(kern_comm *comm)
+{
+    if (comm->watched > 0)
+        look_after_ranks(comm);
+    return atomic_load(&comm->shared->ended) != 0;
+}
+
 static void pause_briefly(void)
 {
 #if defined(__x86_64__)
@@ -160,3 +161,8 @@ bool kern_comm_barrier(kern_comm *comm)
         wake_all(s);
     return atomic_load(&s->ended) == 0;
 }
+
+const kern_comm_calls kern_comm_calls_here = {.take = kern_comm_take,
+                                              .barrier = kern_comm_barrier,
+                                              .end = kern_comm_end,
+                                              .ended = kern_comm_ended};

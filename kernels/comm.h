@@ -12,6 +12,7 @@
 
 #include "common/base/status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -36,10 +37,26 @@ uint32_t kern_comm_ranks(const kern_comm *comm);
 /* The next bytes of the shared memory, 64-byte aligned; they must be there (pd_assert). */
 void *kern_comm_take(kern_comm *comm, uint64_t bytes);
 /* What takes of such sizes need of the memory in all, the comm's own included: each rounded up. */
-uint64_t kern_comm_round(uint64_t bytes);
+#define KERN_COMM_ALIGNMENT 64
+static inline uint64_t kern_comm_round(uint64_t bytes)
+{
+    return (bytes + KERN_COMM_ALIGNMENT - 1) / KERN_COMM_ALIGNMENT * KERN_COMM_ALIGNMENT;
+}
 uint64_t kern_comm_own_bytes(void);
 
 /* True: all ranks are here. False, from then on: a rank is gone, or kern_comm_end was called. */
 bool kern_comm_barrier(kern_comm *comm);
 /* No barrier succeeds any more, at any rank: those that wait return. Any thread. */
 void kern_comm_end(kern_comm *comm);
+/* True: no barrier succeeds any more. Looks, does not wait; on the thread of the barriers. */
+bool kern_comm_ended(kern_comm *comm);
+
+/* The calls above for a plugin, which has its own copies of what it uses: a comm is known to the
+ * copy alone that made it. */
+typedef struct kern_comm_calls {
+    void *(*take)(kern_comm *comm, uint64_t bytes);
+    bool (*barrier)(kern_comm *comm);
+    void (*end)(kern_comm *comm);
+    bool (*ended)(kern_comm *comm);
+} kern_comm_calls;
+extern const kern_comm_calls kern_comm_calls_here;

@@ -1,7 +1,8 @@
 #pragma once
 
 /* common/transfer/nccl_abi.h - what is used of NCCL's binary interface, in names of our own, so
- * that its header is not needed. Inside common/transfer only.
+ * that its header is not needed. Inside common/transfer only, and for kernels/cuda/nccl.c, whose
+ * gathers are between the ranks of one worker.
  *
  * Source: nccl.h of NCCL 2.28.9 (ncclUniqueId, ncclConfig_v22800, ncclResult_t). It is kept
  * compatible by its makers within libnccl.so.2; a test compares this with the header where it finds

@@ -23,8 +23,9 @@ typedef struct pd_worker_engine_options {
 
 /* Where an engine's KV pool must lie. */
 typedef struct pd_worker_pool {
-    void *memory; /* the engine's own; NULL: any host memory will do */
     pd_memory_kind kind;
+    uint32_t pieces;            /* of the engine's own, one a rank; 0: any host memory will do */
+    void *memory[PD_RANKS_MAX]; /* [pieces] */
 } pd_worker_pool;
 
 /* Called on a thread of the engine's, groups in order, when the KV of the step in every layer of
@@ -33,17 +34,18 @@ typedef void pd_step_group_fn(void *ctx, pd_step *step, uint32_t group);
 
 /* In the order of an engine's life; errors are logged. */
 typedef struct pd_worker_engine_ops {
-    /* With ranks: bytes that their engines share (pd_ranks_memory). 0: this device has no ranks
-     * (logged). layout: of the pool. */
+    /* With ranks: bytes that their engines share (pd_ranks_memory). 0: this device has not so many
+     * (logged). layout: of the pool. *pool_own_out: the pool is rank 0's engine's own. */
     uint64_t (*shared_bytes)(const pd_model_file *file, const pd_worker_engine_options *options,
-                             const pd_kv_layout *layout, bool seals);
+                             const pd_kv_layout *layout, bool seals, bool *pool_own_out);
     /* file must outlive the engine. */
     pd_status (*create)(const pd_model_file *file, const pd_worker_engine_options *options,
                         pd_worker_engine **engine_out);
-    /* Memory for the pool, if it must be the engine's own; once. */
-    pd_status (*pool)(pd_worker_engine *engine, uint64_t bytes, pd_worker_pool *pool_out);
-    /* The pool that steps work on, before the first; layout is copied. seals: hashes are made for
-     * them as blocks are written. */
+    /* Memory for the pool, if it must be the engine's own; rank 0's, once. */
+    pd_status (*pool)(pd_worker_engine *engine, uint64_t piece_bytes, pd_worker_pool *pool_out);
+    /* The pool that steps work on, before the first; layout is copied. pool: the first piece; NULL
+     * at ranks above 0 where it is the engine's own. Then the ranks meet here. seals: hashes are
+     * made for them as blocks are written. */
     pd_status (*bind)(pd_worker_engine *engine, const pd_kv_layout *layout, void *pool, bool seals);
     /* Ranks above 0, once bound: takes part in rank 0's steps, until that one's engine stops. */
     void (*serve)(pd_worker_engine *engine);

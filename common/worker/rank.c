@@ -33,7 +33,7 @@ int pd_worker_rank_run(const pd_worker_options *options, const pd_rank_start *st
     pd_log_init(name, setup.deployment.log_level);
     if (pd_worker_setup_open_rank(&setup, start) == PD_OK && pd_rank_say_ready() == PD_OK) {
         options->engine->serve(setup.engine);
-        exit_status = 0;
+        exit_status = options->engine->broken(setup.engine) == NULL ? 0 : 1;
     }
     pd_worker_setup_close(&setup);
     return exit_status;

@@ -209,22 +209,30 @@ static void end_rank(rank_process *process)
 
     if (process->line >= 0)
         close(process->line); /* by which it hears of it */
+    process->line = -1;
     if (process->pid != 0) {
         if (process->pidfd < 0 || poll(&ended, 1, END_WAIT_MS) <= 0)
             kill(process->pid, SIGKILL);
         while (waitpid(process->pid, NULL, 0) < 0 && errno == EINTR)
             ;
     }
+    process->pid = 0;
     if (process->pidfd >= 0)
         close(process->pidfd);
+    process->pidfd = -1;
+}
+
+void pd_ranks_end(pd_ranks *r)
+{
+    for (uint32_t rank = 1; r != NULL && rank < r->memory.ranks; rank++)
+        end_rank(&r->process[rank]);
 }
 
 void pd_ranks_destroy(pd_ranks *r)
 {
     if (r == NULL)
         return;
-    for (uint32_t rank = 1; rank < r->memory.ranks; rank++)
-        end_rank(&r->process[rank]);
+    pd_ranks_end(r);
     if (r->base != NULL)
         munmap(r->base, bytes_of(&r->memory));
     if (r->fd >= 0)
@@ -242,7 +250,7 @@ pd_rank_place pd_ranks_place(const pd_ranks *r)
 
 void *pd_ranks_pool(const pd_ranks *r)
 {
-    return r->base + pool_at(&r->memory);
+    return r->memory.pool_bytes == 0 ? NULL : r->base + pool_at(&r->memory);
 }
 
 uint32_t pd_ranks_count(const pd_ranks *r)
@@ -383,7 +391,7 @@ pd_status pd_rank_attach(const pd_rank_start *start, const pd_ranks_memory *memo
                                  .ranks = start->ranks,
                                  .shared = base + PAGE,
                                  .shared_bytes = memory->shared_bytes};
-    *pool_out = base + pool_at(memory);
+    *pool_out = memory->pool_bytes == 0 ? NULL : base + pool_at(memory);
     return PD_OK;
 }
 

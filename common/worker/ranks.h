@@ -4,9 +4,10 @@
  *
  * Rank 0 is the worker: it has the links, the pool's leases and the router. Ranks 1 .. are further
  * processes of the same executable that compute and nothing else. All map one memory file (memfd):
- * the engine's shared memory and the KV pool. Each of them has a line (a socket) to rank 0, on
- * which it says that it is ready; it ends when the line does, and the kernel kills it when rank 0
- * dies. Signals are blocked in them as in rank 0's other threads: rank 0 says when they end.
+ * the engine's shared memory and, unless it is the engine's own, the KV pool. Each of them has a
+ * line (a socket) to rank 0, on which it says that it is ready; it ends when the line does, and the
+ * kernel kills it when rank 0 dies. Signals are blocked in them as in rank 0's other threads: rank
+ * 0 says when they end.
  *
  * One thread. */
 
@@ -22,8 +23,9 @@ typedef struct pd_ranks pd_ranks;
 /* What ranks must have in common, besides their executable. */
 typedef struct pd_ranks_memory {
     uint32_t ranks;
-    uint64_t shared_bytes, pool_bytes;
-    uint64_t agreement; /* a hash of all that they must have read alike */
+    uint64_t shared_bytes;
+    uint64_t pool_bytes; /* 0: it lies elsewhere */
+    uint64_t agreement;  /* a hash of all that they must have read alike */
 } pd_ranks_memory;
 
 /* What an engine is given of them. */
@@ -40,11 +42,12 @@ typedef struct pd_rank_place {
  * PID". Errors are logged: PD_E_NOMEM (also: more than the machine has), PD_E_IO. */
 PD_CHECKED pd_status pd_ranks_create(const pd_ranks_memory *memory, const char *const *arguments,
                                      size_t count, pd_ranks **ranks_out);
-/* Ends those that still run, waits for them. NULL is fine. */
-void pd_ranks_destroy(pd_ranks *ranks);
+/* Ends those that still run, waits for them. The memory stays until destroy. NULL is fine. */
+void pd_ranks_end(pd_ranks *ranks);
+void pd_ranks_destroy(pd_ranks *ranks); /* likewise, and ends the memory */
 
 pd_rank_place pd_ranks_place(const pd_ranks *ranks);
-void *pd_ranks_pool(const pd_ranks *ranks); /* page-aligned */
+void *pd_ranks_pool(const pd_ranks *ranks); /* page-aligned; NULL: it lies elsewhere */
 uint32_t pd_ranks_count(const pd_ranks *ranks);
 /* Of rank r, 1 .. count - 1. The descriptor is readable once the process has ended. */
 int pd_ranks_pidfd(const pd_ranks *ranks, uint32_t rank);
@@ -67,8 +70,8 @@ PD_CHECKED pd_status pd_rank_start_parse(const char *rank, const char *leader,
                                          pd_rank_start *start_out);
 /* First of all: from here on this process ends with rank 0. PD_E_IO (logged). */
 PD_CHECKED pd_status pd_rank_bind_life(const pd_rank_start *start);
-/* Maps the memory, which must be as rank 0 made it. Errors are logged: PD_E_MISMATCH, PD_E_NOMEM.
- */
+/* Maps the memory, which must be as rank 0 made it; *pool_out as pd_ranks_pool. Errors are logged:
+ * PD_E_MISMATCH, PD_E_NOMEM. */
 PD_CHECKED pd_status pd_rank_attach(const pd_rank_start *start, const pd_ranks_memory *memory,
                                     pd_rank_place *place_out, void **pool_out);
 PD_CHECKED pd_status pd_rank_say_ready(void);

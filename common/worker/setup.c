@@ -140,22 +140,21 @@ static uint32_t threads_of(const pd_worker_setup *setup)
 
 static pd_status open_transfer(pd_worker_setup *setup)
 {
-    pd_worker_pool pool;
+    pd_worker_pool *pool = &setup->pool_memory;
     pd_status status = setup->options->engine->pool(
-        setup->engine, pd_transfer_pool_room(setup->layout.pool_bytes), &pool);
+        setup->engine, pd_transfer_pool_room(setup->layout.rank_bytes), pool);
 
     if (status != PD_OK)
         return status;
-    setup->pool_kind = pool.kind;
-    if (setup->ranks != NULL)
-        pool.memory = pd_ranks_pool(setup->ranks);
     pd_transfer_options options = {
         .backend = setup->deployment.transfer.backend,
         .transport = setup->deployment.transfer.transport,
         .device = setup->deployment.transfer.device,
         .pool_bytes = setup->layout.pool_bytes,
-        .pool = pool.memory,
-        .pool_kind = pool.kind,
+        .pool = setup->ranks != NULL ? pd_ranks_pool(setup->ranks) : NULL,
+        .pieces = pool->pieces,
+        .piece_memory = pool->memory,
+        .pool_kind = pool->kind,
         .peers_max = PD_WORKER_PEERS_MAX,
         .incarnation = setup->incarnation,
     };
@@ -191,7 +190,9 @@ static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
 static pd_ranks_memory ranks_memory(const pd_worker_setup *setup)
 {
     pd_worker_engine_options options = engine_options(setup);
-    bool seals = setup->deployment.transfer.seals;
+    bool seals = setup->deployment.transfer.seals, pool_own = false;
+    uint64_t shared_bytes = setup->options->engine->shared_bytes(setup->model, &options,
+                                                                 &setup->layout, seals, &pool_own);
     pd_hash128 model = pd_model_file_fingerprint(setup->model);
     const uint64_t agreed[] = {model.lo,
                                model.hi,
@@ -204,9 +205,8 @@ static pd_ranks_memory ranks_memory(const pd_worker_setup *setup)
 
     return (pd_ranks_memory){
         .ranks = options.ranks,
-        .shared_bytes =
-            setup->options->engine->shared_bytes(setup->model, &options, &setup->layout, seals),
-        .pool_bytes = pd_transfer_pool_room(setup->layout.pool_bytes),
+        .shared_bytes = shared_bytes,
+        .pool_bytes = pool_own ? 0 : pd_transfer_pool_room(setup->layout.pool_bytes),
         .agreement = pd_hash64(agreed, sizeof agreed, 0),
     };
 }
@@ -297,14 +297,15 @@ static pd_status create_shipper(pd_worker_setup *setup)
         .peers_max = PD_WORKER_PEERS_MAX,
         .sealer = setup->sealer,
     };
+    bool readable = setup->pool_memory.kind == PD_MEMORY_HOST && setup->pool_memory.pieces <= 1;
     pd_status status = read_faults(&options.faults);
 
     if (status != PD_OK)
         return status;
-    if (setup->pool_kind != PD_MEMORY_HOST && (options.faults.every[PD_SHIP_FAULT_BIT] != 0 ||
-                                               options.faults.every[PD_SHIP_FAULT_OTHER] != 0)) {
+    if (!readable && (options.faults.every[PD_SHIP_FAULT_BIT] != 0 ||
+                      options.faults.every[PD_SHIP_FAULT_OTHER] != 0)) {
         pd_log_error("msg=\"KVFERRY_FAULTS bit and other look at the KV pool's bytes, which lie in "
-                     "a GPU's memory\"");
+                     "GPUs' memory\"");
         return PD_E_UNSUPPORTED;
     }
     status = pd_ship_create(&options, &setup->shipper);
@@ -328,9 +329,13 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
     if (status == PD_OK)
         status = open_transfer(setup);
     if (status == PD_OK)
-        status = bind_engine(setup, pd_transfer_pool(setup->transfer));
+        status =
+            bind_engine(setup, setup->pool_memory.pieces > 0 ? setup->pool_memory.memory[0]
+                                                             : pd_transfer_pool(setup->transfer));
     if (status == PD_OK)
         status = await_ranks(setup);
+    else if (setup->ranks != NULL)
+        (void)pd_ranks_ended(setup->ranks); /* which may be why, and tells of it */
     if (status == PD_OK)
         status = create_shipper(setup);
     if (status != PD_OK)
@@ -385,6 +390,7 @@ void pd_worker_setup_close(pd_worker_setup *setup)
     pd_ship_destroy(setup->shipper);
     if (setup->transfer != NULL)
         pd_transfer_destroy(setup->transfer);
+    pd_ranks_end(setup->ranks); /* they have parts of the pool, too */
     if (setup->engine != NULL)
         setup->options->engine->destroy(setup->engine);
     pd_ranks_destroy(setup->ranks);

@@ -35,8 +35,8 @@ typedef struct pd_worker_setup {
     pd_ranks *ranks; /* NULL: there is one */
     pd_rank_place place;
     pd_worker_engine *engine;
-    pd_memory_kind pool_kind;
-    pd_sealer sealer; /* all NULL: seals are off */
+    pd_worker_pool pool_memory; /* the engine's, if it must be */
+    pd_sealer sealer;           /* all NULL: seals are off */
     pd_shipper *shipper;
 } pd_worker_setup;
 

@@ -134,7 +134,7 @@ static cu_forward forward_of(gpu *g, const cu_forward_options *options)
     return (cu_forward){.options = *options,
                         .weights = options->weights,
                         .device = g,
-                        .ranks = options->comm != NULL ? options->comm->ranks : 1};
+                        .ranks = options->comm != NULL ? cu_comm_ranks(options->comm) : 1};
 }
 
 uint64_t cu_forward_bytes(const cu_forward_options *options)
@@ -292,8 +292,8 @@ static pd_status sum_products(run *r, const cu_matrix *matrix, const cu_acts *te
     for (uint32_t i = 0; status == PD_OK && i < terms_count; i++)
         status = cu_matmul_nodes(r->stream, matrix, terms[i], r->rows, own + i * term);
     if (status == PD_OK && f->ranks > 1)
-        status = f->options.comm->gather(f->options.comm->ctx, r->stream, own, f->parts,
-                                         terms_count * term * sizeof(float));
+        status = cu_comm_gather(f->options.comm, r->stream, own, f->parts,
+                                terms_count * term * sizeof(float));
     r->pending = (cu_residual){.parts = f->parts,
                                .ranks = f->ranks,
                                .terms = terms_count,
@@ -326,13 +326,31 @@ static pd_status project(run *r, uint32_t index)
     if (status == PD_OK)
         status = cu_append(r->stream, &r->plan->step, r->kv, index, f->weights->heads,
                            f->weights->shape.rope_dims, f->rope, f->qkv);
-    if (status != PD_OK || r->groups == NULL)
-        return status;
+    return status;
+}
+
+/* The layer's K and V are written, by all ranks. */
+static pd_status tell(run *r, uint32_t index)
+{
     bool ends = index + 1 == r->kv->layers ||
                 (index + 1) / r->kv->group_layers != index / r->kv->group_layers;
+    pd_status status = PD_OK;
+
+    if (r->groups == NULL)
+        return PD_OK;
     if (ends)
         status = cu_groups_record(r->groups, r->stream);
     return status == PD_OK ? cu_groups_poll(r->groups) : status;
+}
+
+/* Where nothing is left to be exchanged: a rank's gather comes after what it wrote. */
+static pd_status meet(run *r)
+{
+    enum { WORDS = 16 };
+    float *parts = r->f->parts;
+
+    return cu_comm_gather(r->f->options.comm, r->stream, parts + r->f->weights->rank * WORDS, parts,
+                          WORDS * sizeof *parts);
 }
 
 /* Attention of the layer's rows; in the last layer, of the tiles that hold them. Its output goes on
@@ -405,6 +423,27 @@ static pd_status draw(run *r)
     return status;
 }
 
+static pd_status run_layer(run *r, uint32_t index)
+{
+    bool alone = r->f->ranks == 1, last = index + 1 == r->f->weights->shape.layers;
+    pd_status status = project(r, index);
+
+    if (last) {
+        r->first = r->plan->live_first;
+        r->rows = r->plan->live_rows;
+    }
+    if (status == PD_OK && !alone && r->rows == 0)
+        status = meet(r);
+    if (status == PD_OK && (alone || r->rows == 0))
+        status = tell(r, index);
+    if (status != PD_OK || r->rows == 0)
+        return status;
+    status = attend(r, index);
+    if (status == PD_OK && !alone) /* its sum was gathered */
+        status = tell(r, index);
+    return status == PD_OK ? feed_forward(r, index) : status;
+}
+
 pd_status cu_forward_queue(cu_forward *f, gpu_stream *stream, const cu_plan *plan, const cu_kv *kv,
                            cu_groups *groups)
 {
@@ -417,17 +456,7 @@ pd_status cu_forward_queue(cu_forward *f, gpu_stream *stream, const cu_plan *pla
     status = cu_embed(stream, &plan->step, w->embedding_dtype, w->embedding, w->shape.hidden,
                       w->embedding_row_bytes, f->x);
     for (uint32_t index = 0; status == PD_OK && index < w->shape.layers; index++) {
-        status = project(&r, index);
-        if (index + 1 == w->shape.layers) {
-            r.first = plan->live_first;
-            r.rows = plan->live_rows;
-            if (r.rows == 0)
-                return status;
-        }
-        if (status == PD_OK)
-            status = attend(&r, index);
-        if (status == PD_OK)
-            status = feed_forward(&r, index);
+        status = run_layer(&r, index);
     }
-    return status == PD_OK ? draw(&r) : status;
+    return status == PD_OK && r.rows > 0 ? draw(&r) : status;
 }

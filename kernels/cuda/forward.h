@@ -16,7 +16,7 @@ typedef struct cu_forward cu_forward;
 
 typedef struct cu_forward_options {
     const cu_weights *weights; /* loaded, outlives this */
-    const cu_comm *comm;       /* NULL: this rank is alone */
+    cu_comm *comm;             /* NULL: this rank is alone */
     uint32_t rows_max, logits_max, context_max;
 } cu_forward_options;
 

@@ -2,20 +2,25 @@
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/kv/tile_sum.h"
+#include "kernels/cuda/devices.h"
 #include "kernels/cuda/forward.h"
 #include "kernels/cuda/graphs.h"
-#include "kernels/cuda/seals.h"
-#include "kernels/cuda/stage.h"
+#include "kernels/cuda/pool.h"
 
 #include <stdio.h>
+#include <unistd.h>
 
-#define PAGE_BYTES 4096
+/* Between two looks at a step that may wait for other ranks. */
+#define LOOK_US 20
 
 struct kern_loaded {
     kern_backend_options options;
     cu_model_settings settings;
+    uint32_t ranks;
+    uint32_t device_number;
     gpu *device;
+    cu_comm *comm; /* NULL: there are no other ranks */
+    cu_pool *pool;
     cu_weights weights;
     cu_forward *forward;
     gpu_stream *stream; /* steps */
@@ -23,16 +28,12 @@ struct kern_loaded {
     cu_graphs graphs;
     bool graphs_off; /* by the options, or since recording failed */
     char name[160];
-    void *pool_base; /* pool_alloc's; the pool begins at a page in it */
     /* from bind on */
     bool bound;
     cu_kv kv;
-    void *hashes; /* the pool's: covered, tile sums, keys */
-    uint64_t hashes_bytes;
     cu_batch_limits limits;
     cu_batch *batch;
     cu_groups *groups;
-    cu_sealer *sealing, *checking; /* who ships and who verifies do not wait for each other */
 };
 
 /* ---- creation ---- */
@@ -42,7 +43,7 @@ static cu_forward_options forward_options_of(const kern_loaded *model)
     const kern_backend_options *o = &model->options;
 
     return (cu_forward_options){.weights = &model->weights,
-                                .comm = model->settings.comm,
+                                .comm = model->comm,
                                 .rows_max = o->rows_max,
                                 .logits_max = o->slices_max + o->logits_rows_max,
                                 .context_max = o->context_max};
@@ -61,7 +62,7 @@ static pd_status check_memory(const kern_loaded *model)
     pd_log_error(
         "msg=\"%s: the model does not fit into the device's memory\" device=%u name=\"%s\" "
         "weights_bytes=%llu step_bytes=%llu free_bytes=%llu rows_max=%u context_max=%u",
-        model->settings.backend, model->options.device, info->name, (unsigned long long)weights,
+        model->settings.backend, model->device_number, info->name, (unsigned long long)weights,
         (unsigned long long)steps, (unsigned long long)info->memory_free_bytes,
         model->options.rows_max, model->options.context_max);
     return PD_E_NOMEM;
@@ -69,19 +70,11 @@ static pd_status check_memory(const kern_loaded *model)
 
 static pd_status open_device(kern_loaded *model)
 {
-    char reason[256];
-    uint32_t count = gpu_count(reason, sizeof reason);
+    pd_status status = cu_device_of_rank(model->settings.backend, model->options.device,
+                                         model->options.rank, model->ranks, &model->device_number);
 
-    if (count == 0) {
-        pd_log_error("msg=\"%s: no device: %s\"", model->settings.backend, reason);
-        return PD_E_UNSUPPORTED;
-    }
-    if (model->options.device >= count) {
-        pd_log_error("msg=\"%s: there is no such device\" device=%u devices=%u",
-                     model->settings.backend, model->options.device, count);
-        return PD_E_UNSUPPORTED;
-    }
-    pd_status status = gpu_open(model->options.device, &model->device);
+    if (status == PD_OK)
+        status = gpu_open(model->device_number, &model->device);
     if (status != PD_OK)
         return status;
     gpu_use(model->device);
@@ -90,12 +83,30 @@ static pd_status open_device(kern_loaded *model)
     return PD_OK;
 }
 
+/* In the order in which every rank takes its parts of what they share. */
+static pd_status join(kern_loaded *model)
+{
+    const kern_backend_options *o = &model->options;
+    cu_comm_options comm = {.backend = model->settings.backend,
+                            .rank = o->rank,
+                            .ranks = model->ranks,
+                            .comm = o->comm,
+                            .calls = o->comm_calls,
+                            .part_bytes = model->settings.part_bytes};
+    cu_pool_options pool = {
+        .backend = model->settings.backend, .device = model->device, .device_first = o->device};
+    pd_status status = PD_OK;
+
+    pd_assert((model->ranks > 1) == (o->comm != NULL));
+    if (model->ranks > 1)
+        status = cu_comm_create(&comm, &model->comm);
+    pool.comm = model->comm;
+    return status == PD_OK ? cu_pool_create(&pool, &model->pool) : status;
+}
+
 static pd_status load(kern_loaded *model, const pd_model_file *file)
 {
-    const cu_comm *comm = model->settings.comm;
-    uint32_t rank = comm != NULL ? comm->rank : 0, ranks = comm != NULL ? comm->ranks : 1;
-
-    pd_status status = cu_weights_plan(file, rank, ranks, &model->weights);
+    pd_status status = cu_weights_plan(file, model->options.rank, model->ranks, &model->weights);
     if (status == PD_OK)
         status = check_memory(model);
     if (status == PD_OK)
@@ -111,6 +122,16 @@ static pd_status load(kern_loaded *model, const pd_model_file *file)
     return status;
 }
 
+uint64_t cu_model_shared_bytes(const kern_backend_options *options,
+                               const cu_model_settings *settings)
+{
+    uint32_t device;
+    pd_status status =
+        cu_device_of_rank(settings->backend, options->device, 0, options->ranks, &device);
+
+    return status == PD_OK ? cu_comm_bytes(options->ranks, settings->part_bytes) : 0;
+}
+
 pd_status cu_model_create(const pd_model_file *file, const kern_backend_options *options,
                           const cu_model_settings *settings, kern_loaded **model_out)
 {
@@ -122,7 +143,10 @@ pd_status cu_model_create(const pd_model_file *file, const kern_backend_options 
     model->options = *options;
     model->settings = *settings;
     model->graphs_off = settings->no_graphs;
+    model->ranks = options->ranks == 0 ? 1 : options->ranks;
     pd_status status = open_device(model);
+    if (status == PD_OK)
+        status = join(model);
     if (status == PD_OK)
         status = load(model, file);
     if (status != PD_OK) {
@@ -139,15 +163,13 @@ void cu_model_destroy(kern_loaded *model)
         return;
     if (model->device != NULL)
         gpu_use(model->device);
+    cu_comm_destroy(model->comm); /* nothing waits for others any more */
     cu_graphs_clear(&model->graphs);
-    cu_sealer_destroy(model->sealing);
-    cu_sealer_destroy(model->checking);
     cu_groups_destroy(model->groups);
     cu_batch_destroy(model->batch);
     cu_forward_destroy(model->forward);
     cu_weights_fini(&model->weights);
-    if (model->hashes != NULL)
-        gpu_free(model->device, model->hashes);
+    cu_pool_destroy(model->pool);
     if (model->done != NULL)
         gpu_event_destroy(model->done);
     if (model->stream != NULL)
@@ -166,12 +188,14 @@ uint64_t cu_model_bytes(const kern_loaded *model)
     const cu_forward_options forward = forward_options_of(model);
     uint64_t uploads = model->bound ? cu_batch_bytes(&model->limits) : 0;
 
-    return model->weights.bytes + cu_forward_bytes(&forward) + uploads + model->hashes_bytes;
+    return model->weights.bytes + cu_forward_bytes(&forward) + uploads + cu_pool_bytes(model->pool);
 }
 
 const char *cu_model_broken(const kern_loaded *model)
 {
-    return gpu_broken(model->device);
+    const char *why = model->comm == NULL ? NULL : cu_comm_broken(model->comm);
+
+    return why != NULL ? why : cu_pool_broken(model->pool);
 }
 
 gpu *cu_model_gpu(kern_loaded *model)
@@ -186,71 +210,14 @@ uint32_t cu_model_graphs(const kern_loaded *model)
 
 /* ---- the pool ---- */
 
-pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t bytes, void **pool_out)
+pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t piece_bytes, void **pieces_out)
 {
-    void *base = NULL;
-
-    pd_assert(model->pool_base == NULL);
-    gpu_use(model->device);
-    /* where the runtime's own alignment is a page or more, nothing of the slack is used */
-    pd_status status = gpu_alloc(model->device, bytes + PAGE_BYTES, &base);
-    if (status == PD_OK)
-        status = gpu_fill(model->stream, base, 0, bytes + PAGE_BYTES);
-    if (status == PD_OK)
-        status = gpu_stream_wait(model->stream);
-    if (status != PD_OK) {
-        pd_log_error("msg=\"%s: no memory for the KV pool\" device=%u pool_bytes=%llu "
-                     "model_bytes=%llu free_bytes_at_start=%llu",
-                     model->settings.backend, model->options.device, (unsigned long long)bytes,
-                     (unsigned long long)cu_model_bytes(model),
-                     (unsigned long long)gpu_info_of(model->device)->memory_free_bytes);
-        if (base != NULL)
-            gpu_free(model->device, base);
-        return status;
-    }
-    model->pool_base = base;
-    *pool_out = (void *)(((uintptr_t)base + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
-    return PD_OK;
+    return cu_pool_alloc(model->pool, piece_bytes, pieces_out);
 }
 
-void cu_model_pool_free(kern_loaded *model, void *pool)
+void cu_model_pool_free(kern_loaded *model)
 {
-    (void)pool; /* in the one that there is */
-    gpu_use(model->device);
-    if (model->pool_base != NULL)
-        gpu_free(model->device, model->pool_base);
-    model->pool_base = NULL;
-}
-
-/* [covered][tile sums][keys], cleared: nothing is covered. */
-static pd_status make_hashes(kern_loaded *model)
-{
-    cu_kv *kv = &model->kv;
-    pd_seal_tiling tiling = pd_seal_tiling_of(kv->token_bytes, kv->block_tokens);
-    uint64_t units = (uint64_t)kv->layers * kv->blocks * kv->kv_heads;
-    uint64_t keys_bytes = PD_TILE_WORDS * sizeof(uint64_t);
-    uint64_t sums_bytes = units * 2 * tiling.tiles * sizeof(uint64_t);
-    cu_stage *stage = NULL;
-
-    model->hashes_bytes = keys_bytes + sums_bytes + units * sizeof(uint16_t);
-    pd_status status = gpu_alloc(model->device, model->hashes_bytes, &model->hashes);
-    if (status != PD_OK)
-        return status;
-    uint8_t *keys = model->hashes, *sums = keys + keys_bytes, *covered = sums + sums_bytes;
-    status = gpu_fill(model->stream, keys, 0, model->hashes_bytes);
-    if (status == PD_OK)
-        status = gpu_stream_wait(model->stream);
-    if (status == PD_OK)
-        status = cu_stage_create(model->device, keys_bytes, &stage);
-    if (status == PD_OK)
-        status = cu_stage_copy(stage, keys, pd_tile_keys, keys_bytes);
-    if (status == PD_OK)
-        status = cu_stage_finish(stage);
-    cu_stage_destroy(stage);
-    kv->tile_keys = (const uint64_t *)keys;
-    kv->tile_sums = (uint64_t *)sums;
-    kv->covered = (uint16_t *)covered;
-    return status;
+    cu_pool_free(model->pool);
 }
 
 static void check_layout(const kern_loaded *model, const pd_kv_layout *layout)
@@ -259,7 +226,7 @@ static void check_layout(const kern_loaded *model, const pd_kv_layout *layout)
 
     pd_assert(layout->dtype == PD_F16 && layout->layers == w->shape.layers);
     pd_assert(layout->rank_heads == w->kv_heads && layout->head_dim == w->shape.head_dim);
-    pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
+    pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0 && layout->ranks == model->ranks);
 }
 
 pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals)
@@ -270,16 +237,6 @@ pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *po
     check_layout(model, layout);
     gpu_use(model->device);
     model->bound = true;
-    model->kv = (cu_kv){.pool = pool,
-                        .layers = layout->layers,
-                        .kv_heads = layout->rank_heads,
-                        .head_dim = layout->head_dim,
-                        .block_tokens = layout->block_tokens,
-                        .group_layers = layout->group_layers,
-                        .blocks = layout->blocks,
-                        .token_bytes = layout->token_bytes,
-                        .half_bytes = layout->half_bytes,
-                        .layer_bytes = layout->layer_bytes};
     model->limits = (cu_batch_limits){.rows_max = o->rows_max,
                                       .logits_max = o->slices_max + o->logits_rows_max,
                                       .slices_max = o->slices_max,
@@ -287,15 +244,13 @@ pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *po
                                       .vocab = model->weights.shape.vocab,
                                       .block_tokens = layout->block_tokens,
                                       .blocks = layout->blocks};
-    pd_status status = seals ? make_hashes(model) : PD_OK;
+    pd_status status = cu_pool_bind(model->pool, layout, pool, seals, &model->kv);
+    if (status == PD_OK && model->comm != NULL)
+        status = cu_comm_connect(model->comm, model->device);
     if (status == PD_OK)
         status = cu_batch_create(model->device, &model->limits, &model->batch);
     if (status == PD_OK)
         status = cu_groups_create(model->device, layout->groups, &model->groups);
-    if (status == PD_OK)
-        status = cu_sealer_create(model->device, &model->kv, &model->sealing);
-    if (status == PD_OK)
-        status = cu_sealer_create(model->device, &model->kv, &model->checking);
     return status;
 }
 
@@ -351,7 +306,7 @@ static pd_status queue_step(kern_loaded *model, const cu_plan *plan)
     bool launched = false;
 
     pd_status status = cu_batch_upload(model->batch, model->stream, plan);
-    if (status == PD_OK && plan->decode && !model->graphs_off && model->settings.comm == NULL)
+    if (status == PD_OK && plan->decode && !model->graphs_off && model->comm == NULL)
         status = launch_recorded(model, plan, &launched);
     if (status == PD_OK && !launched)
         status = cu_forward_queue(model->forward, model->stream, plan, &model->kv, model->groups);
@@ -390,21 +345,50 @@ static void hand_out(const kern_loaded *model, const kern_backend_step *step)
     }
 }
 
+/* What is queued may wait for a rank that will never come, and nobody waits for that. */
+static pd_status await_ranks(kern_loaded *model)
+{
+    pd_status status = gpu_event_record(model->done, model->stream);
+
+    while (status == PD_OK) {
+        status = cu_comm_look(model->comm);
+        if (status == PD_OK)
+            status = cu_groups_poll(model->groups);
+        if (status == PD_OK)
+            status = gpu_event_poll(model->done);
+        if (status != PD_E_AGAIN)
+            break;
+        usleep(LOOK_US);
+        status = PD_OK;
+    }
+    return status;
+}
+
 static pd_status run_step(kern_loaded *model, const kern_backend_step *step, const cu_plan *plan)
 {
     pd_status status = queue_step(model, plan);
 
+    if (status == PD_OK && model->comm != NULL && cu_comm_is_queued(model->comm))
+        status = await_ranks(model);
     if (status == PD_OK) /* before what may wait for the whole step: copies to pageable memory */
         status = cu_groups_wait(model->groups);
     if (status == PD_OK && model->weights.rank == 0)
         status = copy_logits(model, step);
     if (status == PD_OK)
         status = gpu_event_record(model->done, model->stream);
-    if (status == PD_OK)
-        return gpu_event_wait(model->done);
+    return status == PD_OK ? gpu_event_wait(model->done) : status;
+}
+
+/* The step has ended early, at this rank perhaps alone. */
+static void fail_step(kern_loaded *model)
+{
+    const char *why = gpu_broken(model->device);
+
+    if (model->comm != NULL)
+        cu_comm_fail(model->comm, why != NULL ? why : "a step failed, and its log says why");
     /* The next step's upload must not meet this one's kernels. */
     pd_status settled = gpu_stream_wait(model->stream);
-    return settled == PD_OK || status != PD_OK ? status : settled;
+    (void)settled; /* failed is failed */
 }
 
 pd_status cu_model_step(kern_loaded *model, const kern_backend_step *step)
@@ -414,16 +398,20 @@ pd_status cu_model_step(kern_loaded *model, const kern_backend_step *step)
     pd_assert(model->bound);
     if (step->slices_count == 0)
         return PD_OK;
-    if (gpu_broken(model->device) != NULL)
-        return PD_E_INTERNAL;
     gpu_use(model->device);
+    if (gpu_broken(model->device) != NULL) {
+        fail_step(model);
+        return PD_E_INTERNAL;
+    }
     pd_status status = cu_batch_build(model->batch, step, &plan);
     if (status != PD_OK)
         return status;
     cu_groups_begin(model->groups, step->group_done, step->group_done_ctx);
     status = run_step(model, step, &plan);
-    if (status != PD_OK)
+    if (status != PD_OK) {
+        fail_step(model);
         return status;
+    }
     if (model->weights.rank != 0)
         return PD_OK;
     if (plan.logits > 0 && cu_batch_was_broken(model->batch)) {
@@ -440,11 +428,11 @@ pd_status cu_model_step(kern_loaded *model, const kern_backend_step *step)
 pd_status cu_model_seal(kern_loaded *model, const pd_seal_item *items, uint32_t count,
                         uint64_t *seals_out)
 {
-    return cu_sealer_seal(model->sealing, items, count, seals_out);
+    return cu_pool_seal(model->pool, items, count, seals_out);
 }
 
 pd_status cu_model_check(kern_loaded *model, const pd_seal_item *items, uint32_t count,
                          const uint64_t *seals, uint32_t *bad_out)
 {
-    return cu_sealer_check(model->checking, items, count, seals, bad_out);
+    return cu_pool_check(model->pool, items, count, seals, bad_out);
 }

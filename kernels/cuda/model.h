@@ -8,7 +8,8 @@
  *
  * What a lost device does: the call that sees it logs why, cu_model_broken says so from then on,
  * and every later call fails. No token of a step that failed, or whose logits are not numbers, is
- * handed out. */
+ * handed out. A step that fails at one rank while it computes is the end of all ranks: none is left
+ * waiting, and cu_model_broken says at each what happened, and where. */
 
 #include "kernels/backend.h"
 #include "kernels/cuda/comm.h"
@@ -16,19 +17,22 @@
 /* Beside what every backend is told. */
 typedef struct cu_model_settings {
     const char *backend; /* "cuda": for describe and errors; static */
-    const cu_comm *comm; /* the other ranks; NULL: alone */
     bool no_graphs;      /* every step is queued call by call: for tests, and to find a bug */
+    uint64_t part_bytes; /* as cu_comm_options': for tests */
 } cu_model_settings;
 
 /* As the calls of kernels/backend.h of these names. */
+uint64_t cu_model_shared_bytes(const kern_backend_options *options,
+                               const cu_model_settings *settings);
 PD_CHECKED pd_status cu_model_create(const pd_model_file *file, const kern_backend_options *options,
                                      const cu_model_settings *settings, kern_loaded **model_out);
 void cu_model_destroy(kern_loaded *model);
 const char *cu_model_describe(const kern_loaded *model);
 uint64_t cu_model_bytes(const kern_loaded *model);
 const char *cu_model_broken(const kern_loaded *model);
-PD_CHECKED pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t bytes, void **pool_out);
-void cu_model_pool_free(kern_loaded *model, void *pool);
+PD_CHECKED pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t piece_bytes,
+                                         void **pieces_out);
+void cu_model_pool_free(kern_loaded *model);
 PD_CHECKED pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *pool,
                                    bool seals);
 PD_CHECKED pd_status cu_model_step(kern_loaded *model, const kern_backend_step *step);

@@ -28,15 +28,17 @@ int cu_plugin_probe(uint32_t device, int score, char *reason, size_t reason_size
     return score;
 }
 
+uint64_t cu_plugin_shared_bytes(const char *backend, const kern_backend_options *options)
+{
+    const cu_model_settings settings = {.backend = backend};
+
+    return cu_model_shared_bytes(options, &settings);
+}
+
 pd_status cu_plugin_create(const char *backend, const pd_model_file *file,
                            const kern_backend_options *options, kern_loaded **model_out)
 {
     const cu_model_settings settings = {.backend = backend};
 
-    if (options->ranks > 1) {
-        pd_log_error("msg=\"%s: tensor parallelism is not there on this device\" ranks=%u", backend,
-                     options->ranks);
-        return PD_E_UNSUPPORTED;
-    }
     return cu_model_create(file, options, &settings, model_out);
 }

@@ -10,10 +10,12 @@
 
 /* Whether the device can be had, and its name; the score is `score` then. */
 int cu_plugin_probe(uint32_t device, int score, char *reason, size_t reason_size);
+uint64_t cu_plugin_shared_bytes(const char *backend, const kern_backend_options *options);
 PD_CHECKED pd_status cu_plugin_create(const char *backend, const pd_model_file *file,
                                       const kern_backend_options *options, kern_loaded **model_out);
 
-/* The table but for what a plugin has of its own: name, pool_kind, probe and create. */
+/* The table but for what a plugin has of its own: name, pool_kind, probe, shared_bytes and create.
+ */
 #define CU_PLUGIN_TABLE                                                                            \
     .abi = KERN_BACKEND_ABI, .struct_bytes = sizeof(kern_backend), .pool_own = true,               \
     .attach = pd_log_init, .destroy = cu_model_destroy, .describe = cu_model_describe,             \

@@ -8,6 +8,15 @@ static int probe(uint32_t device, char *reason, size_t reason_size)
     return cu_plugin_probe(device, SCORE, reason, reason_size);
 }
 
+static uint64_t shared_bytes(const pd_model_shape *shape, const kern_backend_options *options,
+                             const pd_kv_layout *layout, bool seals)
+{
+    (void)shape;
+    (void)layout;
+    (void)seals;
+    return cu_plugin_shared_bytes("cuda", options);
+}
+
 static pd_status create(const pd_model_file *file, const kern_backend_options *options,
                         kern_loaded **model_out)
 {
@@ -15,5 +24,10 @@ static pd_status create(const pd_model_file *file, const kern_backend_options *o
 }
 
 const kern_backend kern_backend_plugin = {
-    CU_PLUGIN_TABLE, .name = "cuda", .pool_kind = PD_MEMORY_CUDA, .probe = probe, .create = create,
+    CU_PLUGIN_TABLE,
+    .name = "cuda",
+    .pool_kind = PD_MEMORY_CUDA,
+    .probe = probe,
+    .shared_bytes = shared_bytes,
+    .create = create,
 };

@@ -113,20 +113,32 @@ static uint32_t batch_of(uint32_t left)
     return left < CU_SEAL_BATCH ? left : CU_SEAL_BATCH;
 }
 
-pd_status cu_sealer_seal(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
-                         uint64_t *seals_out)
+static pd_status make(cu_sealer *sealer, const pd_seal_item *items, uint32_t count, bool from_bytes,
+                      uint64_t *seals_out)
 {
     pd_status status = PD_OK;
 
     pthread_mutex_lock(&sealer->turn);
     for (uint32_t at = 0; status == PD_OK && at < count; at += CU_SEAL_BATCH) {
         uint32_t some = batch_of(count - at);
-        status = run_batch(sealer, items + at, some, false);
+        status = run_batch(sealer, items + at, some, from_bytes);
         if (status == PD_OK)
             memcpy(seals_out + at, sealer->host->seals, some * sizeof *seals_out);
     }
     pthread_mutex_unlock(&sealer->turn);
     return status;
+}
+
+pd_status cu_sealer_seal(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
+                         uint64_t *seals_out)
+{
+    return make(sealer, items, count, false, seals_out);
+}
+
+pd_status cu_sealer_read(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
+                         uint64_t *seals_out)
+{
+    return make(sealer, items, count, true, seals_out);
 }
 
 static pd_status compare(const cu_sealer *sealer, const uint64_t *seals, uint32_t first,

@@ -18,8 +18,11 @@ typedef struct cu_sealer cu_sealer;
 PD_CHECKED pd_status cu_sealer_create(gpu *g, const cu_kv *kv, cu_sealer **sealer_out);
 void cu_sealer_destroy(cu_sealer *sealer); /* NULL is fine; nobody calls it any more */
 
-/* As kern_backend.seal and check. */
+/* As kern_backend.seal and check; heads are the device's. */
 PD_CHECKED pd_status cu_sealer_seal(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
+                                    uint64_t *seals_out);
+/* The seals that the bytes have, as check makes them. */
+PD_CHECKED pd_status cu_sealer_read(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
                                     uint64_t *seals_out);
 PD_CHECKED pd_status cu_sealer_check(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
                                      const uint64_t *seals, uint32_t *bad_out);

@@ -4,7 +4,6 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/base/queue.h"
-#include "kernels/model/host.h"
 #include "kernels/model/plan.h"
 #include "kernels/plugins.h"
 
@@ -22,7 +21,8 @@ struct kern_engine {
     kern_loaded *model;
     kern_plan *plan; /* NULL: one rank */
     uint32_t block_tokens;
-    void *pool; /* the backend's, from pool_alloc */
+    uint32_t rank, ranks;
+    void *pool; /* the backend's, from pool_alloc: the first piece */
     bool bound;
     pd_queue *waiting, *finished; /* kern_job *; a NULL job ends the thread */
     uint32_t unpolled;            /* loop thread */
@@ -94,8 +94,11 @@ static pd_status load(kern_engine *engine, const pd_model_file *file,
         .rank = options->rank,
         .ranks = options->ranks,
         .comm = options->comm,
+        .comm_calls = &kern_comm_calls_here,
     };
     engine->backend = choice.backend;
+    engine->rank = options->rank;
+    engine->ranks = options->ranks == 0 ? 1 : options->ranks;
     if (options->comm != NULL) {
         kern_plan_options plan = plan_options(options);
         status = kern_plan_create(&plan, options->comm, &engine->plan);
@@ -104,27 +107,25 @@ static pd_status load(kern_engine *engine, const pd_model_file *file,
 }
 
 uint64_t kern_engine_shared_bytes(const pd_model_file *file, const kern_engine_options *options,
-                                  const pd_kv_layout *layout, bool seals)
+                                  const pd_kv_layout *layout, bool seals, bool *pool_own_out)
 {
     kern_plan_options plan = plan_options(options);
+    kern_choice choice;
+
+    if (kern_backend_choose(options->device, &choice) != PD_OK)
+        return 0;
     kern_backend_options backend = {
+        .device = choice.device,
         .context_max = options->context_max,
         .rows_max = options->rows_max,
         .slices_max = options->slices_max,
         .logits_rows_max = options->logits_rows_max,
         .ranks = options->ranks,
     };
-    kern_choice choice;
-
-    if (kern_backend_choose(options->device, &choice) != PD_OK)
-        return 0;
-    if (choice.backend != &kern_backend_host) {
-        pd_log_error("msg=\"engine: no tensor parallelism on this device yet\" device=%s",
-                     options->device);
-        return 0;
-    }
-    return kern_comm_own_bytes() + kern_plan_bytes(&plan) +
-           kern_host_shared_bytes(pd_model_file_shape(file), &backend, layout, seals);
+    uint64_t bytes =
+        choice.backend->shared_bytes(pd_model_file_shape(file), &backend, layout, seals);
+    *pool_own_out = choice.backend->pool_own;
+    return bytes == 0 ? 0 : kern_comm_own_bytes() + kern_plan_bytes(&plan) + bytes;
 }
 
 static pd_status start(kern_engine *engine)
@@ -184,7 +185,7 @@ void kern_engine_destroy(kern_engine *engine)
     pd_queue_destroy(engine->waiting);
     pd_queue_destroy(engine->finished);
     if (engine->pool != NULL)
-        engine->backend->pool_free(engine->model, engine->pool);
+        engine->backend->pool_free(engine->model);
     if (engine->backend != NULL)
         engine->backend->destroy(engine->model);
     kern_plan_destroy(engine->plan);
@@ -198,22 +199,25 @@ pd_memory_kind kern_engine_pool_kind(const kern_engine *engine)
     return engine->backend->pool_kind;
 }
 
-pd_status kern_engine_pool_alloc(kern_engine *engine, uint64_t bytes, void **pool_out)
+pd_status kern_engine_pool_alloc(kern_engine *engine, uint64_t piece_bytes, void **pieces_out,
+                                 uint32_t *pieces_count_out)
 {
-    pd_assert(engine->pool == NULL);
-    if (engine->backend->pool_own) {
-        pd_status status = engine->backend->pool_alloc(engine->model, bytes, &engine->pool);
-        if (status != PD_OK)
-            return status;
-    }
-    *pool_out = engine->pool;
+    pd_assert(engine->pool == NULL && engine->rank == 0);
+    *pieces_count_out = 0;
+    if (!engine->backend->pool_own)
+        return PD_OK;
+    pd_status status = engine->backend->pool_alloc(engine->model, piece_bytes, pieces_out);
+    if (status != PD_OK)
+        return status;
+    engine->pool = pieces_out[0];
+    *pieces_count_out = engine->ranks;
     return PD_OK;
 }
 
 pd_status kern_engine_bind(kern_engine *engine, const pd_kv_layout *layout, void *pool, bool seals)
 {
     pd_assert(!engine->bound && (engine->pool == NULL || engine->pool == pool));
-    pd_assert(engine->pool != NULL || !engine->backend->pool_own);
+    pd_assert(engine->pool != NULL || engine->rank > 0 || !engine->backend->pool_own);
     pd_status status = engine->backend->bind(engine->model, layout, pool, seals);
     engine->bound = status == PD_OK;
     engine->block_tokens = layout->block_tokens;

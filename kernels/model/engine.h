@@ -23,9 +23,10 @@ typedef struct kern_engine_options {
 } kern_engine_options;
 
 /* What engines of so many ranks need of their comm's memory, the comm's own included; 0: the device
- * has no ranks here (logged). layout: of the pool that they will be bound to. */
+ * has not so many here (logged). layout: of the pool that they will be bound to. *pool_own_out:
+ * rank 0's engine has the pool (kern_engine_pool_alloc), it need not be shared. */
 uint64_t kern_engine_shared_bytes(const pd_model_file *file, const kern_engine_options *options,
-                                  const pd_kv_layout *layout, bool seals);
+                                  const pd_kv_layout *layout, bool seals, bool *pool_own_out);
 
 typedef struct kern_job {
     kern_job_slice *slices; /* [slices_count] */
@@ -51,10 +52,13 @@ void kern_engine_destroy(kern_engine *engine);
 
 /* Of the pool that the backend wants. */
 pd_memory_kind kern_engine_pool_kind(const kern_engine *engine);
-/* A pool in memory of the backend's, the engine's until destroy; *pool_out is NULL where any host
- * memory will do. Once at most. */
-PD_CHECKED pd_status kern_engine_pool_alloc(kern_engine *engine, uint64_t bytes, void **pool_out);
-/* Before the first job, seal or check; once. As the backend's bind. */
+/* A pool in memory of the backend's, the engine's until destroy: a piece a rank, pieces_out[ranks],
+ * each of piece_bytes; *pieces_count_out is 0 where any host memory will do. Rank 0's, once at
+ * most. */
+PD_CHECKED pd_status kern_engine_pool_alloc(kern_engine *engine, uint64_t piece_bytes,
+                                            void **pieces_out, uint32_t *pieces_count_out);
+/* Before the first job, seal or check; once. As the backend's bind. With a pool of the backend's
+ * the ranks meet here. */
 PD_CHECKED pd_status kern_engine_bind(kern_engine *engine, const pd_kv_layout *layout, void *pool,
                                       bool seals);
 

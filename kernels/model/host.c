@@ -56,8 +56,8 @@ static kern_options forward_options(const kern_backend_options *options)
     };
 }
 
-uint64_t kern_host_shared_bytes(const pd_model_shape *shape, const kern_backend_options *options,
-                                const pd_kv_layout *layout, bool seals)
+static uint64_t host_shared_bytes(const pd_model_shape *shape, const kern_backend_options *options,
+                                  const pd_kv_layout *layout, bool seals)
 {
     kern_options forward = forward_options(options);
 
@@ -220,6 +220,7 @@ const kern_backend kern_backend_host = {
     .name = "cpu",
     .pool_kind = PD_MEMORY_HOST,
     .probe = host_probe,
+    .shared_bytes = host_shared_bytes,
     .create = host_create,
     .destroy = host_destroy,
     .describe = host_describe,

@@ -9,8 +9,3 @@
 #include "kernels/backend.h"
 
 extern const kern_backend kern_backend_host;
-
-/* What it takes of the memory of a comm of so many ranks, all of its life. layout: of the pool that
- * it will be bound to. */
-uint64_t kern_host_shared_bytes(const pd_model_shape *shape, const kern_backend_options *options,
-                                const pd_kv_layout *layout, bool seals);

@@ -46,11 +46,11 @@ static kern_engine_options engine_options(const pd_worker_engine_options *option
 
 static uint64_t runner_shared_bytes(const pd_model_file *file,
                                     const pd_worker_engine_options *options,
-                                    const pd_kv_layout *layout, bool seals)
+                                    const pd_kv_layout *layout, bool seals, bool *pool_own_out)
 {
     kern_engine_options kernel = engine_options(options);
 
-    return kern_engine_shared_bytes(file, &kernel, layout, seals);
+    return kern_engine_shared_bytes(file, &kernel, layout, seals, pool_own_out);
 }
 
 static pd_status make_comm(pd_worker_engine *engine, const pd_rank_place *place)
@@ -104,10 +104,12 @@ static void runner_serve(pd_worker_engine *engine)
     kern_engine_serve(engine->engine);
 }
 
-static pd_status runner_pool(pd_worker_engine *engine, uint64_t bytes, pd_worker_pool *pool_out)
+static pd_status runner_pool(pd_worker_engine *engine, uint64_t piece_bytes,
+                             pd_worker_pool *pool_out)
 {
     pd_worker_pool pool = {.kind = kern_engine_pool_kind(engine->engine)};
-    pd_status status = kern_engine_pool_alloc(engine->engine, bytes, &pool.memory);
+    pd_status status =
+        kern_engine_pool_alloc(engine->engine, piece_bytes, pool.memory, &pool.pieces);
 
     if (status == PD_OK)
         *pool_out = pool;

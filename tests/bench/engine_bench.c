@@ -180,7 +180,7 @@ int main(int argc, char **argv)
            b.backend->describe(b.model), argv[3], b.prefill, median(prefill, repeats), b.decode,
            b.batch, median(decode, repeats));
     if (b.backend->pool_own)
-        b.backend->pool_free(b.model, b.pool);
+        b.backend->pool_free(b.model);
     else
         pd_free(b.pool);
     b.backend->destroy(b.model);

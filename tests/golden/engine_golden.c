@@ -214,7 +214,7 @@ static pd_status load(golden *g, const char *device, const kern_backend_options 
 static void unload(golden *g)
 {
     if (g->backend->pool_own)
-        g->backend->pool_free(g->model, g->pool);
+        g->backend->pool_free(g->model);
     else
         pd_free(g->pool);
     g->backend->destroy(g->model);

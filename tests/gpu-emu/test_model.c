@@ -1,6 +1,6 @@
-/* The model on a GPU: the reference's logits, the same bits whatever the company, the chunks, the
- * graphs and the ranks; seals of what lies in the pool; groups announced when they are final; and a
- * device that fails never gives a token. */
+/* The model on a GPU: the reference's logits, the same bits whatever the company, the chunks and
+ * the graphs; seals of what lies in the pool; groups announced when they are final; and a device
+ * that fails never gives a token. */
 
 #include "kernels/cuda/model.h"
 #include "kernels/model/host.h"
@@ -11,7 +11,6 @@
 #include "common/base/mem.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -20,12 +19,11 @@
 
 #include <cmocka.h>
 
-#define TOKENS    40  /* two blocks and a half; no whole tile of query rows */
-#define LONG      290 /* more than a split of 256 */
-#define BLOCKS    96
-#define EACH      20 /* blocks of a sequence */
-#define VOCAB     151
-#define RANKS_MAX 4
+#define TOKENS 40  /* two blocks and a half; no whole tile of query rows */
+#define LONG   290 /* more than a split of 256 */
+#define BLOCKS 96
+#define EACH   20 /* blocks of a sequence */
+#define VOCAB  151
 
 typedef struct given {
     const char *name;
@@ -97,25 +95,6 @@ static const given models[] = {
       .down = PD_F16,
       .head = PD_F16}},
 };
-/* four KV heads and whole 32-blocks of ffn for each, so that it splits over 2 and 4 ranks */
-static const tiny_shape split_shape = {.hidden = 128,
-                                       .heads = 8,
-                                       .kv_heads = 4,
-                                       .head_dim = 32,
-                                       .ffn = 256,
-                                       .layers = 2,
-                                       .vocab = VOCAB,
-                                       .context = 512,
-                                       .embedding = PD_Q8_0,
-                                       .query = PD_Q4_1,
-                                       .key = PD_Q4_1,
-                                       .value = PD_Q4_1,
-                                       .output = PD_Q4_1,
-                                       .gate = PD_Q8_0,
-                                       .up = PD_Q8_0,
-                                       .down = PD_F16,
-                                       .head = PD_Q8_0};
-
 static uint32_t tokens[LONG];
 
 typedef struct rig {
@@ -133,9 +112,8 @@ static kern_backend_options options_of(uint32_t rows_max)
         .context_max = 512, .rows_max = rows_max, .slices_max = 8, .logits_rows_max = rows_max};
 }
 
-static pd_kv_layout layout_of(const pd_model_file *file, uint32_t ranks)
+static pd_kv_layout layout_of(const pd_model_file *file)
 {
-    pd_model_shape shape = *pd_model_file_shape(file);
     pd_kv_layout_options options = {.dtype = PD_F16,
                                     .block_tokens = 16,
                                     .group_layers = 2,
@@ -143,20 +121,19 @@ static pd_kv_layout layout_of(const pd_model_file *file, uint32_t ranks)
                                     .blocks_max = BLOCKS};
     pd_kv_layout layout;
 
-    shape.kv_heads /= ranks;
-    assert_int_equal(pd_kv_layout_make(&shape, &options, &layout), PD_OK);
+    assert_int_equal(pd_kv_layout_make(pd_model_file_shape(file), &options, &layout), PD_OK);
     return layout;
 }
 
 /* The pool begins as NaN: what was not written must not be read. */
-static rig rig_of(device *d, pd_model_file *file, const cu_comm *comm, bool no_graphs)
+static rig rig_of(device *d, pd_model_file *file, bool no_graphs)
 {
     const kern_backend_options options = options_of(LONG);
-    const cu_model_settings settings = {.backend = "test", .comm = comm, .no_graphs = no_graphs};
+    const cu_model_settings settings = {.backend = "test", .no_graphs = no_graphs};
     rig r = {.device = d, .file = file};
 
     assert_int_equal(cu_model_create(file, &options, &settings, &r.model), PD_OK);
-    r.layout = layout_of(file, comm != NULL ? comm->ranks : 1);
+    r.layout = layout_of(file);
     assert_int_equal(cu_model_pool_alloc(r.model, r.layout.pool_bytes, &r.pool), PD_OK);
     if (d != NULL) {
         assert_int_equal(gpu_fill(d->stream, r.pool, 0xff, r.layout.pool_bytes), PD_OK);
@@ -170,7 +147,7 @@ static rig rig_of(device *d, pd_model_file *file, const cu_comm *comm, bool no_g
 
 static void rig_end(rig *r)
 {
-    cu_model_pool_free(r->model, r->pool);
+    cu_model_pool_free(r->model);
     cu_model_destroy(r->model);
 }
 
@@ -212,7 +189,7 @@ static void run_text(const rig *r, uint32_t sequence, uint32_t count, uint32_t c
 static void run_reference(const pd_model_file *file, uint32_t count, float *logits)
 {
     kern_backend_options options = options_of(LONG);
-    pd_kv_layout layout = layout_of(file, 1);
+    pd_kv_layout layout = layout_of(file);
     void *pool = pd_calloc(1, layout.pool_bytes);
     kern_loaded *model = NULL;
     pd_block blocks[EACH];
@@ -260,7 +237,7 @@ static void compare_text(device *d, void *ctx)
     pd_model_file *file = tiny_open_shape(&model->shape);
     uint32_t count = model->shape.kv_heads == 1 ? LONG : TOKENS;
     float *expected = logits_space(count), *logits = logits_space(count);
-    rig r = rig_of(d, file, NULL, false);
+    rig r = rig_of(d, file, false);
 
     run_reference(file, count, expected);
     run_text(&r, 0, count, count, logits);
@@ -291,7 +268,7 @@ static void compare_chunks(device *d, void *ctx)
     float *expected = logits_space(TOKENS), *logits = logits_space(TOKENS);
 
     for (uint32_t no_graphs = 0; no_graphs < 2; no_graphs++) {
-        rig r = rig_of(d, file, NULL, no_graphs == 1);
+        rig r = rig_of(d, file, no_graphs == 1);
         run_text(&r, 0, TOKENS, TOKENS, no_graphs == 0 ? expected : logits);
         for (uint32_t c = 0; c < sizeof chunks / sizeof *chunks; c++) {
             memset(logits, 0, sizeof *logits * TOKENS * VOCAB);
@@ -332,7 +309,7 @@ static void compare_batches(device *d, void *ctx)
     const given *model = ctx;
     pd_model_file *file = tiny_open_shape(&model->shape);
     float *expected = logits_space(TOKENS), *logits = logits_space(SEQUENCES);
-    rig r = rig_of(d, file, NULL, false);
+    rig r = rig_of(d, file, false);
     kern_job_slice slices[SEQUENCES];
 
     run_text(&r, SEQUENCES, TOKENS, TOKENS, expected);
@@ -405,7 +382,7 @@ static void compare_seals(device *d, void *ctx)
     const given *model = ctx;
     pd_model_file *file = tiny_open_shape(&model->shape);
     float *logits = logits_space(TOKENS);
-    rig r = rig_of(d, file, NULL, false);
+    rig r = rig_of(d, file, false);
     unsigned char *bytes = pd_malloc(r.layout.pool_bytes);
     pd_seal_item items[64];
     uint64_t seals[64], made[64];
@@ -469,7 +446,7 @@ static void compare_groups(device *d, void *ctx)
     const given *model = ctx;
     pd_model_file *file = tiny_open_shape(&model->shape);
     float *logits = logits_space(1);
-    rig r = rig_of(d, file, NULL, false);
+    rig r = rig_of(d, file, false);
     unsigned char *after = pd_malloc(r.layout.pool_bytes);
     watch w = {.rig = &r, .seen = pd_calloc(1, r.layout.pool_bytes)};
     static const uint32_t counts[] = {TOKENS - 1, 1};
@@ -499,99 +476,12 @@ static void groups_are_announced_in_order_when_they_are_final(void **state)
     device_each(*state, 2, compare_groups, &model);
 }
 
-/* ---- ranks ---- */
-
-typedef struct exchange {
-    pthread_barrier_t barrier;
-    const void *own[RANKS_MAX];
-} exchange;
-
-typedef struct member {
-    exchange *exchange;
-    cu_comm comm;
-    rig rig;
-    kern_job_slice slice;
-    pd_status status;
-} member;
-
-static pd_status gather(void *ctx, gpu_stream *stream, const void *own, void *all, uint64_t bytes)
-{
-    member *m = ctx;
-    pd_status status = gpu_stream_wait(stream);
-
-    m->exchange->own[m->comm.rank] = own;
-    pthread_barrier_wait(&m->exchange->barrier);
-    for (uint32_t r = 0; status == PD_OK && r < m->comm.ranks; r++)
-        if (r != m->comm.rank)
-            status = gpu_copy(stream, (unsigned char *)all + r * bytes, m->exchange->own[r], bytes);
-    if (status == PD_OK)
-        status = gpu_stream_wait(stream);
-    pthread_barrier_wait(&m->exchange->barrier);
-    return status;
-}
-
-static void *step_rank(void *arg)
-{
-    member *m = arg;
-    kern_backend_step step = {.slices = &m->slice, .slices_count = 1};
-
-    m->status = cu_model_step(m->rig.model, &step);
-    return NULL;
-}
-
-static void run_ranks(member *members, uint32_t ranks, uint32_t position, uint32_t count,
-                      float *logits)
-{
-    pthread_t threads[RANKS_MAX];
-
-    for (uint32_t r = 0; r < ranks; r++) {
-        members[r].slice = slice_of(&members[r].rig, 0, position, count, logits);
-        assert_int_equal(pthread_create(&threads[r], NULL, step_rank, &members[r]), 0);
-    }
-    for (uint32_t r = 0; r < ranks; r++) {
-        pthread_join(threads[r], NULL);
-        assert_int_equal(members[r].status, PD_OK);
-    }
-}
-
-static void any_number_of_ranks_gives_the_same_bits(void **state)
-{
-    device *d = *state;
-    pd_model_file *file = tiny_open_shape(&split_shape);
-    float *expected = logits_space(TOKENS), *logits = logits_space(TOKENS);
-    rig alone = rig_of(d, file, NULL, false);
-
-    run_text(&alone, 0, TOKENS, TOKENS, expected);
-    rig_end(&alone);
-    for (uint32_t ranks = 2; ranks <= RANKS_MAX; ranks *= 2) {
-        member members[RANKS_MAX] = {0};
-        exchange shared;
-        pthread_barrier_init(&shared.barrier, NULL, ranks);
-        for (uint32_t r = 0; r < ranks; r++) {
-            members[r].exchange = &shared;
-            members[r].comm =
-                (cu_comm){.rank = r, .ranks = ranks, .ctx = &members[r], .gather = gather};
-            members[r].rig = rig_of(d, file, &members[r].comm, false);
-        }
-        memset(logits, 0, sizeof *logits * TOKENS * VOCAB);
-        run_ranks(members, ranks, 0, TOKENS - 1, logits);
-        run_ranks(members, ranks, TOKENS - 1, 1, logits + (size_t)(TOKENS - 1) * VOCAB);
-        assert_memory_equal(logits, expected, sizeof *logits * TOKENS * VOCAB);
-        for (uint32_t r = 0; r < ranks; r++)
-            rig_end(&members[r].rig);
-        pthread_barrier_destroy(&shared.barrier);
-    }
-    pd_model_file_close(file);
-    pd_free(expected);
-    pd_free(logits);
-}
-
 /* ---- what fails ---- */
 
 static void what_is_out_of_range_is_refused(void **state)
 {
     pd_model_file *file = tiny_open_shape(&models[1].shape);
-    rig r = rig_of(*state, file, NULL, false);
+    rig r = rig_of(*state, file, false);
     uint32_t bad_token = VOCAB;
     kern_job_slice slices[9];
 
@@ -614,7 +504,7 @@ static void what_is_out_of_range_is_refused(void **state)
 static void broken_numbers_are_an_error_not_an_answer(void **state)
 {
     pd_model_file *file = tiny_open_shape(&models[1].shape);
-    rig r = rig_of(*state, file, NULL, false);
+    rig r = rig_of(*state, file, false);
     kern_job_slice slice = slice_of(&r, 0, 16, 1, NULL); /* positions before it hold NaN */
     kern_backend_step step = {.slices = &slice, .slices_count = 1};
 
@@ -647,7 +537,7 @@ static void creation_survives_every_failed_allocation(void **state)
     pd_model_file *file = tiny_open_shape(&models[1].shape);
     const cu_model_settings settings = {.backend = "test"};
     const kern_backend_options options = options_of(4);
-    pd_kv_layout layout = layout_of(file, 1);
+    pd_kv_layout layout = layout_of(file);
     pd_status status = PD_E_NOMEM;
 
     (void)state;
@@ -663,7 +553,7 @@ static void creation_survives_every_failed_allocation(void **state)
         pd_mem_fail_at(-1);
         assert_true(status == PD_OK || status == PD_E_NOMEM);
         if (model != NULL)
-            cu_model_pool_free(model, pool);
+            cu_model_pool_free(model);
         cu_model_destroy(model);
         assert_true(n < 400);
     }
@@ -678,7 +568,7 @@ static void a_lost_device_gives_no_token(void **state)
     const kern_backend_options options = options_of(LONG);
     const cu_model_settings settings = {.backend = "test"};
     device *d = *state;
-    rig r = {.device = d, .file = file, .layout = layout_of(file, 1)};
+    rig r = {.device = d, .file = file, .layout = layout_of(file)};
     uint64_t seal = 0;
 
     assert_int_equal(cu_model_create(file, &options, &settings, &r.model), PD_OK);
@@ -717,7 +607,6 @@ int main(void)
         cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
         cmocka_unit_test(seals_are_those_of_the_pools_bytes),
         cmocka_unit_test(groups_are_announced_in_order_when_they_are_final),
-        cmocka_unit_test(any_number_of_ranks_gives_the_same_bits),
         cmocka_unit_test(what_is_out_of_range_is_refused),
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
         cmocka_unit_test(what_does_not_fit_is_refused_before_it_is_tried),

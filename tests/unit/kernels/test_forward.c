@@ -279,12 +279,14 @@ static kern_engine *engine_make(rig *r)
     kern_engine_options options = {
         .device = "cpu", .threads = 1, .context_max = 1024, .rows_max = 600, .slices_max = 4};
     kern_engine *engine = NULL;
+    uint32_t pieces = 9;
     void *own = NULL;
 
     assert_int_equal(kern_engine_create(file, &options, &engine), PD_OK);
     assert_int_equal(kern_engine_pool_kind(engine), PD_MEMORY_HOST);
-    assert_int_equal(kern_engine_pool_alloc(engine, layout.pool_bytes, &own), PD_OK);
+    assert_int_equal(kern_engine_pool_alloc(engine, layout.pool_bytes, &own, &pieces), PD_OK);
     assert_null(own);
+    assert_int_equal(pieces, 0);
     assert_int_equal(kern_engine_bind(engine, &layout, r->pool, false), PD_OK);
     return engine;
 }

@@ -101,7 +101,9 @@ static void group_init(group *g, const char *device, uint32_t ranks, uint32_t th
     g->pool = shared_memory(g->layout.pool_bytes);
     if (ranks > 1) {
         kern_engine_options engine = options_of(g, 0);
-        g->bytes = kern_engine_shared_bytes(file, &engine, &g->layout, true);
+        bool pool_own = true;
+        g->bytes = kern_engine_shared_bytes(file, &engine, &g->layout, true, &pool_own);
+        assert_false(pool_own);
         g->memory = shared_memory(g->bytes);
     }
 }

@@ -65,7 +65,9 @@ typedef struct pool_head {
     int fd;
 } pool_head;
 
-static pd_status pool_alloc(kern_loaded *model, uint64_t pool_bytes, void **pool_out)
+static void *pool_memory;
+
+static pd_status pool_alloc(kern_loaded *model, uint64_t pool_bytes, void **pieces_out)
 {
     pool_head head = {.bytes = pool_bytes + PAGE, .fd = memfd_create("pool", MFD_CLOEXEC)};
     char *memory = MAP_FAILED;
@@ -78,17 +80,17 @@ static pd_status pool_alloc(kern_loaded *model, uint64_t pool_bytes, void **pool
         return PD_E_NOMEM;
     }
     memcpy(memory, &head, sizeof head);
-    *pool_out = memory + PAGE;
+    *pieces_out = pool_memory = memory + PAGE;
     return PD_OK;
 }
 
-static void pool_free(kern_loaded *model, void *pool)
+static void pool_free(kern_loaded *model)
 {
     pool_head head;
 
     (void)model;
-    memcpy(&head, (char *)pool - PAGE, sizeof head);
-    munmap((char *)pool - PAGE, head.bytes);
+    memcpy(&head, (char *)pool_memory - PAGE, sizeof head);
+    munmap((char *)pool_memory - PAGE, head.bytes);
     close(head.fd);
 }
 
@@ -118,6 +120,13 @@ static pd_status check(kern_loaded *model, const pd_seal_item *items, uint32_t c
     return kern_backend_host.check(model, items, count, seals, bad_out);
 }
 
+static uint64_t shared_bytes(const pd_model_shape *shape, const kern_backend_options *options,
+                             const pd_kv_layout *layout, bool seals)
+{
+    (void)shape, (void)options, (void)layout, (void)seals;
+    return 0; /* its pool is this process' alone */
+}
+
 const kern_backend kern_backend_plugin = {
     .abi = KERN_BACKEND_ABI,
     .struct_bytes = sizeof(kern_backend),
@@ -125,6 +134,7 @@ const kern_backend kern_backend_plugin = {
     .pool_kind = PD_MEMORY_HOST,
     .pool_own = true,
     .probe = probe,
+    .shared_bytes = shared_bytes,
     .attach = attach,
     .create = create,
     .destroy = destroy,

@@ -1,0 +1,270 @@
+#include "kernels/cuda/comm.h"
+
+#include "common/base/clock.h"
+#include "common/base/log.h"
+#include "common/base/mem.h"
+#include "kernels/cuda/nccl.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#define PART_BYTES (4u << 20)
+#define AREAS      2 /* they take turns */
+/* That a communicator is made, or a gather queued: both are a matter of a second at most, but for
+ * drivers that wake up. */
+#define NCCL_WAIT_NS (60 * PD_NS_PER_S)
+#define LOOK_US      20
+#define ELSEWHERE    "another rank cannot use it, and says why"
+
+enum { UNBROKEN, BREAKING, BROKEN };
+
+typedef struct common {
+    atomic_uint state; /* of why */
+    char why[256];
+    unsigned char nccl_id[CU_NCCL_ID_BYTES];
+    atomic_uint agreed; /* ranks that can go on with NCCL */
+} common;
+
+struct cu_comm {
+    cu_comm_options options;
+    cu_nccl *nccl; /* NULL: through shared memory */
+    uint32_t area; /* the next one */
+    /* shared */
+    common *common;
+    cu_comm_piece *pieces; /* [ranks] */
+    unsigned char *areas;  /* [AREAS][ranks][part_bytes] */
+};
+
+static uint64_t part_of(uint64_t part_bytes)
+{
+    return part_bytes == 0 ? PART_BYTES : part_bytes;
+}
+
+uint64_t cu_comm_bytes(uint32_t ranks, uint64_t part_bytes)
+{
+    return kern_comm_round(sizeof(common)) + kern_comm_round(ranks * sizeof(cu_comm_piece)) +
+           kern_comm_round(AREAS * ranks * part_of(part_bytes));
+}
+
+pd_status cu_comm_create(const cu_comm_options *options, cu_comm **comm_out)
+{
+    cu_comm *comm = pd_calloc(1, sizeof *comm);
+
+    if (comm == NULL)
+        return PD_E_NOMEM;
+    pd_assert(options->ranks >= 2 && options->rank < options->ranks);
+    pd_assert(options->part_bytes % KERN_COMM_ALIGNMENT == 0);
+    comm->options = *options;
+    comm->options.part_bytes = part_of(options->part_bytes);
+    comm->common = options->calls->take(options->comm, sizeof *comm->common);
+    comm->pieces = options->calls->take(options->comm, options->ranks * sizeof *comm->pieces);
+    comm->areas =
+        options->calls->take(options->comm, AREAS * options->ranks * comm->options.part_bytes);
+    *comm_out = comm;
+    return PD_OK;
+}
+
+void cu_comm_destroy(cu_comm *comm)
+{
+    if (comm == NULL)
+        return;
+    cu_nccl_destroy(comm->nccl);
+    pd_free(comm);
+}
+
+uint32_t cu_comm_rank(const cu_comm *comm)
+{
+    return comm->options.rank;
+}
+
+uint32_t cu_comm_ranks(const cu_comm *comm)
+{
+    return comm->options.ranks;
+}
+
+cu_comm_piece *cu_comm_piece_of(cu_comm *comm, uint32_t rank)
+{
+    pd_assert(rank < comm->options.ranks);
+    return &comm->pieces[rank];
+}
+
+pd_status cu_comm_meet(cu_comm *comm)
+{
+    return comm->options.calls->barrier(comm->options.comm) ? PD_OK : PD_E_INTERNAL;
+}
+
+static bool has_ended(cu_comm *comm)
+{
+    return comm->options.calls->ended(comm->options.comm);
+}
+
+/* ---- what fails ---- */
+
+void cu_comm_fail(cu_comm *comm, const char *why)
+{
+    unsigned unbroken = UNBROKEN;
+
+    /* after another's end it fails for that alone, and that one speaks for itself */
+    if (!has_ended(comm) &&
+        atomic_compare_exchange_strong(&comm->common->state, &unbroken, BREAKING)) {
+        snprintf(comm->common->why, sizeof comm->common->why, "rank %u: %s", comm->options.rank,
+                 why);
+        atomic_store(&comm->common->state, BROKEN);
+    }
+    comm->options.calls->end(comm->options.comm);
+    cu_nccl_destroy(comm->nccl); /* so that the device runs dry */
+    comm->nccl = NULL;
+}
+
+const char *cu_comm_broken(const cu_comm *comm)
+{
+    return atomic_load(&comm->common->state) == BROKEN ? comm->common->why : NULL;
+}
+
+/* ---- connecting ---- */
+
+/* All ranks say whether they can go on; PD_OK: all can. PD_E_UNSUPPORTED: not all. */
+static pd_status agree(cu_comm *comm, bool can, uint32_t round)
+{
+    if (can)
+        atomic_fetch_add(&comm->common->agreed, 1);
+    pd_status status = cu_comm_meet(comm);
+    if (status != PD_OK)
+        return status;
+    /* nobody adds to the next round's before all have read this one's */
+    bool all = atomic_load(&comm->common->agreed) == round * comm->options.ranks;
+    status = cu_comm_meet(comm);
+    return status != PD_OK ? status : all ? PD_OK : PD_E_UNSUPPORTED;
+}
+
+/* Until what was begun is made. PD_E_TIMEOUT, PD_E_INTERNAL: it will not be. */
+static pd_status settle(cu_comm *comm, cu_nccl *nccl, pd_status status)
+{
+    uint64_t start_ns = pd_clock_now_ns();
+
+    while (status == PD_E_AGAIN) {
+        if (has_ended(comm))
+            return PD_E_INTERNAL;
+        if (pd_clock_now_ns() - start_ns > NCCL_WAIT_NS) {
+            pd_log_error("msg=\"%s: nccl does not come to an end\" rank=%u waited_s=%llu",
+                         comm->options.backend, comm->options.rank,
+                         (unsigned long long)(NCCL_WAIT_NS / PD_NS_PER_S));
+            return PD_E_TIMEOUT;
+        }
+        usleep(LOOK_US);
+        status = cu_nccl_look(nccl);
+    }
+    return status;
+}
+
+static pd_status make_communicator(cu_comm *comm, cu_nccl **nccl_out)
+{
+    pd_status status =
+        cu_nccl_create(comm->common->nccl_id, comm->options.rank, comm->options.ranks, nccl_out);
+
+    return status == PD_OK ? settle(comm, *nccl_out, PD_E_AGAIN) : status;
+}
+
+/* PD_OK: comm->nccl is there, at every rank; PD_E_UNSUPPORTED: at none. Other errors: a rank is
+ * gone. */
+static pd_status connect_nccl(cu_comm *comm, char *reason, size_t reason_size)
+{
+    cu_nccl *nccl = NULL;
+
+    snprintf(reason, reason_size, ELSEWHERE);
+    pd_status can = cu_nccl_load(reason, reason_size);
+    if (can == PD_OK && comm->options.rank == 0)
+        can = cu_nccl_id(comm->common->nccl_id);
+    pd_status status = agree(comm, can == PD_OK, 1);
+    if (status != PD_OK)
+        return status;
+    snprintf(reason, reason_size, "no communicator could be made");
+    pd_status made = make_communicator(comm, &nccl);
+    status = agree(comm, made == PD_OK, 2);
+    if (status != PD_OK) {
+        cu_nccl_destroy(nccl);
+        return status;
+    }
+    comm->nccl = nccl;
+    return PD_OK;
+}
+
+pd_status cu_comm_connect(cu_comm *comm, gpu *g)
+{
+    char reason[256];
+
+    if (gpu_info_of(g)->emulated)
+        return PD_OK;
+    pd_status status = connect_nccl(comm, reason, sizeof reason);
+    if (status == PD_E_UNSUPPORTED) {
+        if (comm->options.rank == 0 || strcmp(reason, ELSEWHERE) != 0)
+            pd_log_warn("msg=\"%s: ranks exchange their products through the host's memory, which "
+                        "is slower than nccl: %s\" rank=%u ranks=%u",
+                        comm->options.backend, reason, comm->options.rank, comm->options.ranks);
+        return PD_OK;
+    }
+    if (status == PD_OK && comm->options.rank == 0)
+        pd_log_info("msg=\"%s: ranks exchange their products by nccl\" ranks=%u",
+                    comm->options.backend, comm->options.ranks);
+    return status;
+}
+
+/* ---- gathering ---- */
+
+static unsigned char *area_of(const cu_comm *comm, uint32_t rank)
+{
+    return comm->areas +
+           ((uint64_t)comm->area * comm->options.ranks + rank) * comm->options.part_bytes;
+}
+
+/* bytes at `at` of everybody's. The wait is also for what the last part queued: when all have met,
+ * nobody reads the area of the part before any more, which is the next one's. */
+static pd_status gather_part(cu_comm *comm, gpu_stream *stream, const unsigned char *own,
+                             unsigned char *all, uint64_t all_stride, uint64_t bytes)
+{
+    const cu_comm_options *o = &comm->options;
+    pd_status status = gpu_copy_out(stream, area_of(comm, o->rank), own, bytes);
+
+    if (status == PD_OK)
+        status = gpu_stream_wait(stream);
+    if (status == PD_OK)
+        status = cu_comm_meet(comm);
+    for (uint32_t r = 0; status == PD_OK && r < o->ranks; r++)
+        if (r != o->rank)
+            status = gpu_copy_in(stream, all + r * all_stride, area_of(comm, r), bytes);
+    comm->area = (comm->area + 1) % AREAS;
+    return status;
+}
+
+pd_status cu_comm_gather(cu_comm *comm, gpu_stream *stream, const void *own, void *all,
+                         uint64_t bytes)
+{
+    uint64_t part = comm->options.part_bytes;
+    pd_status status = PD_OK;
+
+    pd_assert((const unsigned char *)own == (unsigned char *)all + comm->options.rank * bytes);
+    if (comm->nccl != NULL) {
+        status = cu_nccl_gather(comm->nccl, gpu_stream_native(stream), own, all, bytes);
+        return settle(comm, comm->nccl, status);
+    }
+    for (uint64_t at = 0; status == PD_OK && at < bytes; at += part)
+        status =
+            gather_part(comm, stream, (const unsigned char *)own + at, (unsigned char *)all + at,
+                        bytes, bytes - at < part ? bytes - at : part);
+    return status;
+}
+
+bool cu_comm_is_queued(const cu_comm *comm)
+{
+    return comm->nccl != NULL;
+}
+
+pd_status cu_comm_look(cu_comm *comm)
+{
+    if (has_ended(comm))
+        return PD_E_INTERNAL;
+    pd_status status = comm->nccl == NULL ? PD_OK : cu_nccl_look(comm->nccl);
+    return status == PD_E_AGAIN ? PD_OK : status;
+}
