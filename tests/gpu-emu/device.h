@@ -36,6 +36,10 @@ void device_clear(device *d); /* waits, frees all memory of the two above */
  * environment: eight times as many. The real device: once. */
 void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), void *ctx);
 
+/* For what a device does from now on without device_each: streams run late, or early. The real
+ * device: nothing. */
+void device_run_late(bool late);
+
 /* What the accesses of kernels cost, of the first block of the first launches since the last clear:
  * sectors of 32 bytes of device memory, wavefronts of shared memory, and the fewest that would do.
  * All 0 where nobody counts (but the checked emulation). kernel: what the launch calls it, or a

@@ -98,6 +98,13 @@ int device_teardown(void **state)
     return ideal ? 0 : 1;
 }
 
+void device_run_late(bool late)
+{
+    emu_options options = {.seed = 1, .late_streams = late};
+
+    emu_configure(&options);
+}
+
 static void once(device *d, emu_options options, void (*run)(device *d, void *ctx), void *ctx)
 {
     static const char *const orders[] = {"forward", "reverse", "random"};

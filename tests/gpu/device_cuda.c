@@ -54,6 +54,11 @@ void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), v
     device_clear(d);
 }
 
+void device_run_late(bool late)
+{
+    (void)late;
+}
+
 void device_traffic_clear(device *d)
 {
     (void)d;

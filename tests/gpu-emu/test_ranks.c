@@ -1,0 +1,514 @@
+/* The ranks of a model on GPUs: whatever their number, logits, K and V, seals and groups are one
+ * rank's, bit for bit; and a rank that dies or fails leaves nobody waiting and no token.
+ *
+ * Every case is a process that starts the other ranks and is rank 0, so that no device is open in a
+ * process that forks. Where a machine has fewer devices than ranks, they share one. */
+
+#include "kernels/cuda/comm.h"
+#include "kernels/cuda/launch.h"
+#include "kernels/cuda/model.h"
+#include "tests/gpu-emu/device.h"
+#include "tests/unit/kernels/tiny_model.h"
+
+#include "common/base/clock.h"
+#include "common/base/mem.h"
+
+#include <errno.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#define PROMPT    37 /* two blocks and a bit; a chunk of it asks for no logits */
+#define CHUNK     20
+#define DECODED   3
+#define TOKENS    (PROMPT + DECODED)
+#define BLOCKS    8
+#define VOCAB     151
+#define RANKS_MAX 4
+#define SKIPPED   77
+#define SOON_NS   (5 * PD_NS_PER_S)
+/* of a gather through memory, so that most take several */
+#define PART_BYTES 4096
+
+/* four KV heads and whole 32-blocks of ffn for each, so that it splits over 2 and 4 ranks; three
+ * layers in groups of two */
+static const tiny_shape shape = {.hidden = 128,
+                                 .heads = 8,
+                                 .kv_heads = 4,
+                                 .head_dim = 32,
+                                 .ffn = 256,
+                                 .layers = 3,
+                                 .vocab = VOCAB,
+                                 .context = 64,
+                                 .embedding = PD_Q8_0,
+                                 .query = PD_Q4_1,
+                                 .key = PD_Q4_1,
+                                 .value = PD_Q4_1,
+                                 .output = PD_Q4_1,
+                                 .gate = PD_Q8_0,
+                                 .up = PD_Q8_0,
+                                 .down = PD_F16,
+                                 .head = PD_Q8_0};
+
+/* Shared by all processes of all cases: what one rank alone computes. */
+typedef struct truth {
+    float logits[TOKENS][VOCAB];
+    uint32_t tokens[TOKENS]; /* drawn after each that was decoded */
+} truth;
+
+static pd_model_file *file;
+static uint32_t tokens[TOKENS];
+static truth *one;
+static unsigned char *one_pool; /* its bytes */
+static pd_kv_layout one_layout;
+
+/* A rank's process in a case. */
+typedef struct member {
+    uint32_t rank, ranks;
+    bool late; /* its streams run late */
+    kern_comm *comm;
+    void *memory;
+    uint64_t memory_bytes;
+    pid_t pids[RANKS_MAX];
+    int pidfds[RANKS_MAX];
+    device *device;
+    kern_loaded *model;
+    pd_kv_layout layout;
+    void *pieces[RANKS_MAX];
+    pd_block blocks[BLOCKS];
+    float (*logits)[VOCAB];
+} member;
+
+/* A process of a case is no test of cmocka's: it ends. */
+#define NEED(condition) need((condition), #condition, __LINE__)
+static void need(bool holds, const char *what, int line)
+{
+    if (holds)
+        return;
+    fprintf(stderr, "test_ranks.c:%d: pid %d: %s does not hold\n", line, (int)getpid(), what);
+    _exit(1);
+}
+
+/* ---- a case's processes ---- */
+
+static cu_model_settings settings_of(void)
+{
+    return (cu_model_settings){.backend = "test", .part_bytes = PART_BYTES};
+}
+
+static kern_backend_options options_of(const member *m)
+{
+    return (kern_backend_options){.context_max = shape.context,
+                                  .rows_max = CHUNK,
+                                  .slices_max = 2,
+                                  .logits_rows_max = CHUNK,
+                                  .rank = m->rank,
+                                  .ranks = m->ranks,
+                                  .comm = m->comm,
+                                  .comm_calls = &kern_comm_calls_here};
+}
+
+static pd_kv_layout layout_of(uint32_t ranks)
+{
+    pd_kv_layout_options options = {.dtype = PD_F16,
+                                    .block_tokens = 16,
+                                    .group_layers = 2,
+                                    .memory_bytes = 1 << 20,
+                                    .blocks_max = BLOCKS,
+                                    .ranks = ranks};
+    pd_kv_layout layout;
+
+    NEED(pd_kv_layout_make(pd_model_file_shape(file), &options, &layout) == PD_OK);
+    return layout;
+}
+
+static void share_where_too_few(uint32_t ranks)
+{
+    char reason[256];
+
+    if (gpu_count(reason, sizeof reason) < ranks)
+        setenv("KVFERRY_SHARE_DEVICE", "1", 1);
+}
+
+static void join(member *m)
+{
+    const cu_model_settings settings = settings_of();
+    kern_comm_options options = {.rank = m->rank,
+                                 .ranks = m->ranks,
+                                 .memory = m->memory,
+                                 .bytes = m->memory_bytes,
+                                 .pidfds = m->rank == 0 ? m->pidfds : NULL};
+    void *state = NULL;
+
+    NEED(device_setup(&state) == 0);
+    m->device = state;
+    device_run_late(m->late);
+    share_where_too_few(m->ranks);
+    if (m->ranks > 1)
+        NEED(kern_comm_create(&options, &m->comm) == PD_OK);
+    kern_backend_options backend = options_of(m);
+    NEED(cu_model_create(file, &backend, &settings, &m->model) == PD_OK);
+    m->layout = layout_of(m->ranks);
+    if (m->rank == 0)
+        NEED(cu_model_pool_alloc(m->model, m->layout.rank_bytes, m->pieces) == PD_OK);
+    NEED(cu_model_bind(m->model, &m->layout, m->pieces[0], true) == PD_OK);
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        m->blocks[i] = i * 5 % BLOCKS;
+    m->logits = pd_calloc(TOKENS, sizeof *m->logits);
+    NEED(m->logits != NULL);
+}
+
+static void leave(member *m)
+{
+    for (uint32_t rank = 1; m->rank == 0 && rank < m->ranks; rank++)
+        while (waitpid(m->pids[rank], NULL, 0) < 0 && errno == EINTR)
+            ;
+    pd_free(m->logits);
+    cu_model_pool_free(m->model);
+    cu_model_destroy(m->model);
+    kern_comm_destroy(m->comm);
+}
+
+/* What each rank does. */
+typedef void rank_body(member *m);
+
+static void start_ranks(member *m, rank_body *body)
+{
+    m->memory_bytes = kern_comm_own_bytes() + cu_comm_bytes(m->ranks, PART_BYTES);
+    m->memory =
+        mmap(NULL, m->memory_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    NEED(m->memory != MAP_FAILED);
+    for (uint32_t rank = 1; rank < m->ranks; rank++) {
+        pid_t pid = fork();
+        NEED(pid >= 0);
+        if (pid == 0) {
+            prctl(PR_SET_PDEATHSIG, SIGKILL);
+            m->rank = rank;
+            body(m);
+            _exit(0);
+        }
+        m->pids[rank] = pid;
+        m->pidfds[rank - 1] = (int)syscall(SYS_pidfd_open, pid, 0);
+        NEED(m->pidfds[rank - 1] >= 0);
+    }
+}
+
+/* body in a process for each rank; ends the test unless rank 0 says that all is well. */
+static void run_case(uint32_t ranks, bool late, rank_body *body)
+{
+    int status = -1;
+
+    fflush(stdout);
+    pid_t pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        member m = {.ranks = ranks, .late = late};
+        start_ranks(&m, body);
+        body(&m);
+        _exit(0);
+    }
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == SKIPPED)
+        exit(SKIPPED);
+    if (status != 0)
+        fail_msg("%u ranks, streams %s: rank 0 ended with status %x", ranks,
+                 late ? "late" : "early", status);
+}
+
+/* ---- steps ---- */
+
+typedef struct watch {
+    member *m;
+    unsigned char *seen; /* the pieces when a group was announced: that group's part of each */
+    uint32_t groups;
+} watch;
+
+/* Of a rank's piece: where the group begins, and its bytes. */
+static uint64_t group_at(const pd_kv_layout *layout, uint32_t group)
+{
+    return pd_kv_layout_head_offset(layout, group, 0, 0);
+}
+
+static uint64_t group_bytes(const pd_kv_layout *layout, uint32_t group)
+{
+    return pd_kv_layout_head_bytes(layout, group) * layout->rank_heads * layout->blocks;
+}
+
+static void look(void *ctx, uint32_t group)
+{
+    watch *w = ctx;
+    const pd_kv_layout *layout = &w->m->layout;
+
+    NEED(group == w->groups++);
+    for (uint32_t rank = 0; rank < layout->ranks; rank++)
+        device_download(w->m->device, w->seen + rank * layout->rank_bytes + group_at(layout, group),
+                        (unsigned char *)w->m->pieces[rank] + group_at(layout, group),
+                        group_bytes(layout, group));
+}
+
+static pd_status step(member *m, uint32_t position, uint32_t count, bool logits, watch *w,
+                      uint32_t *token_out)
+{
+    kern_job_slice slice = {.slice = {.tokens = tokens + position,
+                                      .count = count,
+                                      .position = position,
+                                      .blocks = m->blocks,
+                                      .logits_from = logits ? 0 : count,
+                                      .logits = logits ? m->logits[position] : NULL},
+                            .want_token = token_out != NULL};
+    kern_backend_step run = {.slices = &slice, .slices_count = 1};
+
+    if (w != NULL) {
+        w->groups = 0;
+        run.group_done = look;
+        run.group_done_ctx = w;
+    }
+    pd_status status = cu_model_step(m->model, &run);
+    if (status == PD_OK && token_out != NULL)
+        *token_out = slice.token_out;
+    return status;
+}
+
+static void download(member *m, unsigned char *out)
+{
+    for (uint32_t rank = 0; rank < m->ranks; rank++)
+        device_download(m->device, out + rank * m->layout.rank_bytes, m->pieces[rank],
+                        m->layout.rank_bytes);
+}
+
+/* A chunk without logits, one with, and tokens one by one; rank 0 sees every group in all pieces as
+ * it is announced. */
+static void run_text(member *m, uint32_t *tokens_out)
+{
+    unsigned char *after = pd_calloc(1, m->layout.pool_bytes);
+    watch w = {.m = m, .seen = pd_calloc(1, m->layout.pool_bytes)};
+
+    for (uint32_t at = 0, count = CHUNK; at < TOKENS; at += count, count = 1) {
+        if (at == CHUNK)
+            count = PROMPT - CHUNK;
+        NEED(m->ranks == 1 || kern_comm_barrier(m->comm)); /* as a plan is told */
+        NEED(step(m, at, count, at > 0, m->rank == 0 ? &w : NULL,
+                  at >= PROMPT ? &tokens_out[at] : NULL) == PD_OK);
+        if (m->rank > 0)
+            continue;
+        NEED(w.groups == m->layout.groups);
+        download(m, after);
+        NEED(memcmp(w.seen, after, m->layout.pool_bytes) == 0);
+    }
+    pd_free(after);
+    pd_free(w.seen);
+}
+
+static void compute_alone(member *m)
+{
+    join(m);
+    run_text(m, one->tokens);
+    memcpy(one->logits, m->logits, sizeof one->logits);
+    download(m, one_pool);
+    leave(m);
+}
+
+/* ---- the same ---- */
+
+/* Every head's slice of every block, wherever it lies. */
+static void compare_pools(const member *m, const unsigned char *pool)
+{
+    for (uint32_t group = 0; group < m->layout.groups; group++)
+        for (uint32_t index = 0; index * 16 < TOKENS; index++)
+            for (uint32_t head = 0; head < shape.kv_heads; head++)
+                NEED(memcmp(
+                         pool + pd_kv_layout_head_offset(&m->layout, group, m->blocks[index], head),
+                         one_pool +
+                             pd_kv_layout_head_offset(&one_layout, group, m->blocks[index], head),
+                         pd_kv_layout_head_bytes(&m->layout, group)) == 0);
+}
+
+enum { SEAL_ITEMS = 32 };
+
+/* Of all blocks and groups, in runs of heads that know nothing of ranks: 0..0, 1..2, 3..3. */
+static uint32_t seal_items(const member *m, pd_seal_item *items, uint64_t *seals)
+{
+    static const uint32_t edges[] = {0, 1, 3, 4};
+    uint32_t count = 0;
+
+    for (uint32_t group = 0; group < m->layout.groups; group++)
+        for (uint32_t index = 0; index * 16 < TOKENS; index++)
+            for (uint32_t part = 0; part < 3; part++, count++) {
+                uint32_t left = TOKENS - index * 16;
+                NEED(count < SEAL_ITEMS);
+                items[count] = (pd_seal_item){.block = m->blocks[index],
+                                              .head_from = edges[part],
+                                              .head_to = edges[part + 1],
+                                              .place = {.request = 5,
+                                                        .group = group,
+                                                        .block_index = index,
+                                                        .valid_tokens = left < 16 ? left : 16,
+                                                        .layout_fingerprint = 3}};
+                seals[count] = pd_seal_compute(&one_layout, one_pool, items[count].block,
+                                               &items[count].place, edges[part], edges[part + 1]);
+            }
+    return count;
+}
+
+static void compare_seals(member *m)
+{
+    pd_seal_item items[SEAL_ITEMS] = {0};
+    uint64_t want[SEAL_ITEMS], made[SEAL_ITEMS];
+    uint32_t count = seal_items(m, items, want), bad = 77;
+
+    NEED(cu_model_seal(m->model, items, count, made) == PD_OK);
+    NEED(memcmp(made, want, count * sizeof *made) == 0);
+    NEED(cu_model_check(m->model, items, count, want, &bad) == PD_OK);
+    NEED(cu_model_seal(m->model, items, count, made) == PD_OK);
+    NEED(memcmp(made, want, count * sizeof *made) == 0);
+    /* a byte of the last rank's piece: the last head's K of the first block */
+    const pd_kv_layout *l = &m->layout;
+    unsigned char *at =
+        (unsigned char *)m->pieces[m->ranks - 1] +
+        pd_kv_layout_head_offset(l, 0, m->blocks[0], shape.kv_heads - 1) % l->rank_bytes;
+    NEED(gpu_fill(m->device->stream, at, 0x5a, 1) == PD_OK);
+    device_finish(m->device);
+    NEED(cu_model_check(m->model, items, count, want, &bad) == PD_E_MISMATCH);
+    NEED(bad == 2);
+}
+
+static void compute_and_compare(member *m)
+{
+    uint32_t drawn[TOKENS] = {0};
+
+    join(m);
+    run_text(m, drawn);
+    if (m->rank == 0) {
+        unsigned char *pool = pd_calloc(1, m->layout.pool_bytes);
+        NEED(memcmp(m->logits, one->logits, sizeof one->logits) == 0);
+        NEED(memcmp(drawn, one->tokens, sizeof drawn) == 0);
+        download(m, pool);
+        compare_pools(m, pool);
+        compare_seals(m);
+        pd_free(pool);
+    }
+    leave(m);
+}
+
+static void any_number_of_ranks_gives_the_same_bits(void **state)
+{
+    (void)state;
+    for (uint32_t ranks = 2; ranks <= RANKS_MAX; ranks *= 2)
+        for (int late = 0; late < 2; late++)
+            run_case(ranks, late == 1, compute_and_compare);
+}
+
+/* ---- ends ---- */
+
+static void fails_soon(member *m)
+{
+    uint64_t start_ns = pd_clock_now_ns();
+    uint32_t token = 99;
+
+    NEED(step(m, 0, CHUNK, false, NULL, &token) == PD_E_INTERNAL);
+    NEED(token == 99 && pd_clock_now_ns() - start_ns < SOON_NS);
+}
+
+static void the_last_rank_dies(member *m)
+{
+    join(m);
+    if (m->rank + 1 == m->ranks)
+        raise(SIGKILL);
+    fails_soon(m);
+    if (m->rank == 0)
+        NEED(cu_model_broken(m->model) == NULL); /* its process tells */
+    leave(m);
+}
+
+static void a_rank_that_is_killed_leaves_nobody_waiting(void **state)
+{
+    (void)state;
+    run_case(2, false, the_last_rank_dies);
+    run_case(4, false, the_last_rank_dies);
+}
+
+/* A kernel is given an odd address: it faults, on a GPU as in the emulator. */
+static void lose(gpu *g)
+{
+    gpu_stream *stream = NULL;
+    unsigned char *memory = NULL;
+
+    gpu_use(g);
+    NEED(gpu_stream_create(g, &stream) == PD_OK);
+    NEED(gpu_alloc(g, 4096, (void **)&memory) == PD_OK);
+    const cu_acts out = {.cols = 32, .values = (float *)memory};
+    pd_status status = cu_silu_mul(stream, 1, 32, (const float *)(memory + 2050), &out);
+    NEED(status != PD_OK || gpu_stream_wait(stream) != PD_OK);
+    NEED(gpu_broken(g) != NULL);
+}
+
+static void the_last_rank_fails(member *m)
+{
+    join(m);
+    if (m->rank + 1 == m->ranks)
+        lose(cu_model_gpu(m->model));
+    fails_soon(m);
+    const char *why = cu_model_broken(m->model);
+    char number[16];
+    snprintf(number, sizeof number, "rank %u: ", m->ranks - 1);
+    NEED(why != NULL && strncmp(why, number, strlen(number)) == 0 && strlen(why) > 20);
+    NEED(step(m, 0, CHUNK, false, NULL, NULL) == PD_E_INTERNAL);
+    if (m->rank > 0)
+        _exit(0); /* a device that is lost is no longer tidied up */
+    leave(m);
+}
+
+static void a_rank_that_fails_tells_all(void **state)
+{
+    (void)state;
+    run_case(2, false, the_last_rank_fails);
+    run_case(4, false, the_last_rank_fails);
+}
+
+/* ---- */
+
+static int set_up(void **state)
+{
+    uint64_t seed = 7;
+
+    (void)state;
+    file = tiny_open_shape(&shape);
+    for (uint32_t i = 0; i < TOKENS; i++)
+        tokens[i] = device_random(&seed) % VOCAB;
+    one_layout = layout_of(1);
+    one = mmap(NULL, sizeof *one + one_layout.pool_bytes, PROT_READ | PROT_WRITE,
+               MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    assert_ptr_not_equal(one, MAP_FAILED);
+    one_pool = (unsigned char *)(one + 1);
+    run_case(1, false, compute_alone);
+    assert_true(one->logits[TOKENS - 1][0] != 0);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    munmap(one, sizeof *one + one_layout.pool_bytes);
+    pd_model_file_close(file);
+    return 0;
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(any_number_of_ranks_gives_the_same_bits),
+        cmocka_unit_test(a_rank_that_is_killed_leaves_nobody_waiting),
+        cmocka_unit_test(a_rank_that_fails_tells_all),
+    };
+    return cmocka_run_group_tests(tests, set_up, tear_down);
+}
