@@ -4,7 +4,6 @@
 #include "kernels/model/split.h"
 
 #include <stdio.h>
-#include <string.h>
 #include <unistd.h>
 
 static pd_status check_pool(const pd_model_shape *shape, const char *role,
@@ -13,12 +12,6 @@ static pd_status check_pool(const pd_model_shape *shape, const char *role,
     char reason[256];
     kern_split split;
 
-    /* auto may find a host or a GPU: its worker tells */
-    if (pool->tensor_parallel > 1 && strncmp(pool->device, "cuda", 4) == 0) {
-        snprintf(why, why_size, "%s.tensor_parallel: no tensor parallelism on device %s yet", role,
-                 pool->device);
-        return PD_E_INVALID;
-    }
     if (kern_split_of(shape, 0, pool->tensor_parallel, &split, reason, sizeof reason))
         return PD_OK;
     snprintf(why, why_size, "%s.tensor_parallel: %s", role, reason);

@@ -174,16 +174,6 @@ def test_a_worker_whose_rank_stands_still_leaves_when_it_is_told(model):
         asker.join(60)
 
 
-def test_a_split_on_a_device_without_it_is_refused(model):
-    one = cl.Folder(model={"path": model, "context": cl.CONTEXT}, decode={"tensor_parallel": 2, "device": "cuda-emu"})
-    try:
-        status, out, err = one.kvferry("check", "-f", one.file)
-        assert status != 0, out
-        assert "decode.tensor_parallel: no tensor parallelism on device cuda-emu yet" in err, (out, err)
-    finally:
-        one.remove()
-
-
 def test_what_does_not_divide_is_refused_with_the_reason():
     one = cl.Folder(decode={"tensor_parallel": 2})
     try:
