@@ -12,11 +12,9 @@
 
 #define PART_BYTES (4u << 20)
 #define AREAS      2 /* they take turns */
-/* That a communicator is made, or a gather queued: both are a matter of a second at most, but for
- * drivers that wake up. */
-#define NCCL_WAIT_NS (60 * PD_NS_PER_S)
-#define LOOK_US      20
-#define ELSEWHERE    "another rank cannot use it, and says why"
+/* Both are a matter of a second at most, but for drivers that wake up. */
+#define WAIT_MS 60000
+#define LOOK_US 20
 
 enum { UNBROKEN, BREAKING, BROKEN };
 
@@ -24,7 +22,8 @@ typedef struct common {
     atomic_uint state; /* of why */
     char why[256];
     unsigned char nccl_id[CU_NCCL_ID_BYTES];
-    atomic_uint agreed; /* ranks that can go on with NCCL */
+    atomic_uint agreed;   /* ranks that can go on with NCCL, in this round and those before */
+    atomic_uint given_up; /* a rank makes no communicator, so that none of them will */
 } common;
 
 struct cu_comm {
@@ -58,6 +57,7 @@ pd_status cu_comm_create(const cu_comm_options *options, cu_comm **comm_out)
     pd_assert(options->part_bytes % KERN_COMM_ALIGNMENT == 0);
     comm->options = *options;
     comm->options.part_bytes = part_of(options->part_bytes);
+    comm->options.wait_ms = options->wait_ms == 0 ? WAIT_MS : options->wait_ms;
     comm->common = options->calls->take(options->comm, sizeof *comm->common);
     comm->pieces = options->calls->take(options->comm, options->ranks * sizeof *comm->pieces);
     comm->areas =
@@ -139,18 +139,17 @@ static pd_status agree(cu_comm *comm, bool can, uint32_t round)
     return status != PD_OK ? status : all ? PD_OK : PD_E_UNSUPPORTED;
 }
 
-/* Until what was begun is made. PD_E_TIMEOUT, PD_E_INTERNAL: it will not be. */
+/* Until what was begun is made or queued. PD_E_TIMEOUT, PD_E_INTERNAL: it will not be. */
 static pd_status settle(cu_comm *comm, cu_nccl *nccl, pd_status status)
 {
     uint64_t start_ns = pd_clock_now_ns();
 
     while (status == PD_E_AGAIN) {
-        if (has_ended(comm))
+        if (has_ended(comm) || atomic_load(&comm->common->given_up) != 0)
             return PD_E_INTERNAL;
-        if (pd_clock_now_ns() - start_ns > NCCL_WAIT_NS) {
-            pd_log_error("msg=\"%s: nccl does not come to an end\" rank=%u waited_s=%llu",
-                         comm->options.backend, comm->options.rank,
-                         (unsigned long long)(NCCL_WAIT_NS / PD_NS_PER_S));
+        if (pd_clock_now_ns() - start_ns > comm->options.wait_ms * (PD_NS_PER_S / 1000)) {
+            pd_log_error("msg=\"%s: nccl does not come to an end\" rank=%u waited_ms=%u",
+                         comm->options.backend, comm->options.rank, comm->options.wait_ms);
             return PD_E_TIMEOUT;
         }
         usleep(LOOK_US);
@@ -164,23 +163,28 @@ static pd_status make_communicator(cu_comm *comm, cu_nccl **nccl_out)
     pd_status status =
         cu_nccl_create(comm->common->nccl_id, comm->options.rank, comm->options.ranks, nccl_out);
 
-    return status == PD_OK ? settle(comm, *nccl_out, PD_E_AGAIN) : status;
+    if (status == PD_OK)
+        status = settle(comm, *nccl_out, cu_nccl_look(*nccl_out));
+    if (status != PD_OK)
+        atomic_store(&comm->common->given_up, 1);
+    return status;
 }
 
-/* PD_OK: comm->nccl is there, at every rank; PD_E_UNSUPPORTED: at none. Other errors: a rank is
- * gone. */
+/* PD_OK: comm->nccl is there, at every rank; PD_E_UNSUPPORTED: at none, with a reason where this
+ * rank has one to tell. Other errors: a rank is gone. */
 static pd_status connect_nccl(cu_comm *comm, char *reason, size_t reason_size)
 {
     cu_nccl *nccl = NULL;
+    bool first = comm->options.rank == 0; /* tells for all */
 
-    snprintf(reason, reason_size, ELSEWHERE);
+    snprintf(reason, reason_size, "%s", first ? "another rank cannot use it, and says why" : "");
     pd_status can = cu_nccl_load(reason, reason_size);
-    if (can == PD_OK && comm->options.rank == 0)
+    if (can == PD_OK && first)
         can = cu_nccl_id(comm->common->nccl_id);
     pd_status status = agree(comm, can == PD_OK, 1);
     if (status != PD_OK)
         return status;
-    snprintf(reason, reason_size, "no communicator could be made");
+    snprintf(reason, reason_size, "%s", first ? "no communicator could be made" : "");
     pd_status made = make_communicator(comm, &nccl);
     status = agree(comm, made == PD_OK, 2);
     if (status != PD_OK) {
@@ -199,7 +203,7 @@ pd_status cu_comm_connect(cu_comm *comm, gpu *g)
         return PD_OK;
     pd_status status = connect_nccl(comm, reason, sizeof reason);
     if (status == PD_E_UNSUPPORTED) {
-        if (comm->options.rank == 0 || strcmp(reason, ELSEWHERE) != 0)
+        if (reason[0] != '\0')
             pd_log_warn("msg=\"%s: ranks exchange their products through the host's memory, which "
                         "is slower than nccl: %s\" rank=%u ranks=%u",
                         comm->options.backend, reason, comm->options.rank, comm->options.ranks);

@@ -23,6 +23,7 @@ typedef struct cu_comm_options {
     kern_comm *comm; /* outlives this */
     const kern_comm_calls *calls;
     uint64_t part_bytes; /* a multiple of 64; 0: 4 MiB */
+    uint32_t wait_ms;    /* for NCCL to make a communicator, or to queue a gather; 0: 60,000 */
 } cu_comm_options;
 
 /* What it takes of the comm's memory. */

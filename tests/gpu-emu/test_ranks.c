@@ -1,19 +1,18 @@
 /* The ranks of a model on GPUs: whatever their number, logits, K and V, seals and groups are one
  * rank's, bit for bit; and a rank that dies or fails leaves nobody waiting and no token.
  *
- * Every case is a process that starts the other ranks and is rank 0, so that no device is open in a
- * process that forks. Where a machine has fewer devices than ranks, they share one. */
+ * Where a machine has fewer devices than ranks, they share one. */
 
 #include "kernels/cuda/comm.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/model.h"
 #include "tests/gpu-emu/device.h"
+#include "tests/unit/kernels/rank_processes.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include "common/base/clock.h"
 #include "common/base/mem.h"
 
-#include <errno.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -21,9 +20,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -35,7 +31,6 @@
 #define BLOCKS    8
 #define VOCAB     151
 #define RANKS_MAX 4
-#define SKIPPED   77
 #define SOON_NS   (5 * PD_NS_PER_S)
 /* of a gather through memory, so that most take several */
 #define PART_BYTES 4096
@@ -72,15 +67,10 @@ static truth *one;
 static unsigned char *one_pool; /* its bytes */
 static pd_kv_layout one_layout;
 
-/* A rank's process in a case. */
+/* A rank in its process. */
 typedef struct member {
     uint32_t rank, ranks;
-    bool late; /* its streams run late */
-    kern_comm *comm;
-    void *memory;
-    uint64_t memory_bytes;
-    pid_t pids[RANKS_MAX];
-    int pidfds[RANKS_MAX];
+    rank_process *process;
     device *device;
     kern_loaded *model;
     pd_kv_layout layout;
@@ -88,16 +78,6 @@ typedef struct member {
     pd_block blocks[BLOCKS];
     float (*logits)[VOCAB];
 } member;
-
-/* A process of a case is no test of cmocka's: it ends. */
-#define NEED(condition) need((condition), #condition, __LINE__)
-static void need(bool holds, const char *what, int line)
-{
-    if (holds)
-        return;
-    fprintf(stderr, "test_ranks.c:%d: pid %d: %s does not hold\n", line, (int)getpid(), what);
-    _exit(1);
-}
 
 /* ---- a case's processes ---- */
 
@@ -114,7 +94,7 @@ static kern_backend_options options_of(const member *m)
                                   .logits_rows_max = CHUNK,
                                   .rank = m->rank,
                                   .ranks = m->ranks,
-                                  .comm = m->comm,
+                                  .comm = m->process->comm,
                                   .comm_calls = &kern_comm_calls_here};
 }
 
@@ -140,89 +120,43 @@ static void share_where_too_few(uint32_t ranks)
         setenv("KVFERRY_SHARE_DEVICE", "1", 1);
 }
 
-static void join(member *m)
+/* ctx: streams run late, if it is not NULL. */
+static member join(rank_process *process)
 {
     const cu_model_settings settings = settings_of();
-    kern_comm_options options = {.rank = m->rank,
-                                 .ranks = m->ranks,
-                                 .memory = m->memory,
-                                 .bytes = m->memory_bytes,
-                                 .pidfds = m->rank == 0 ? m->pidfds : NULL};
+    member m = {.process = process, .rank = process->rank, .ranks = process->ranks};
     void *state = NULL;
 
     NEED(device_setup(&state) == 0);
-    m->device = state;
-    device_run_late(m->late);
-    share_where_too_few(m->ranks);
-    if (m->ranks > 1)
-        NEED(kern_comm_create(&options, &m->comm) == PD_OK);
-    kern_backend_options backend = options_of(m);
-    NEED(cu_model_create(file, &backend, &settings, &m->model) == PD_OK);
-    m->layout = layout_of(m->ranks);
-    if (m->rank == 0)
-        NEED(cu_model_pool_alloc(m->model, m->layout.rank_bytes, m->pieces) == PD_OK);
-    NEED(cu_model_bind(m->model, &m->layout, m->pieces[0], true) == PD_OK);
+    m.device = state;
+    device_run_late(process->ctx != NULL);
+    share_where_too_few(m.ranks);
+    kern_backend_options backend = options_of(&m);
+    NEED(cu_model_create(file, &backend, &settings, &m.model) == PD_OK);
+    m.layout = layout_of(m.ranks);
+    if (m.rank == 0)
+        NEED(cu_model_pool_alloc(m.model, m.layout.rank_bytes, m.pieces) == PD_OK);
+    NEED(cu_model_bind(m.model, &m.layout, m.pieces[0], true) == PD_OK);
     for (uint32_t i = 0; i < BLOCKS; i++)
-        m->blocks[i] = i * 5 % BLOCKS;
-    m->logits = pd_calloc(TOKENS, sizeof *m->logits);
-    NEED(m->logits != NULL);
+        m.blocks[i] = i * 5 % BLOCKS;
+    m.logits = pd_calloc(TOKENS, sizeof *m.logits);
+    NEED(m.logits != NULL);
+    return m;
 }
 
 static void leave(member *m)
 {
-    for (uint32_t rank = 1; m->rank == 0 && rank < m->ranks; rank++)
-        while (waitpid(m->pids[rank], NULL, 0) < 0 && errno == EINTR)
-            ;
+    rank_processes_await(m->process);
     pd_free(m->logits);
     cu_model_pool_free(m->model);
     cu_model_destroy(m->model);
-    kern_comm_destroy(m->comm);
 }
 
-/* What each rank does. */
-typedef void rank_body(member *m);
-
-static void start_ranks(member *m, rank_body *body)
+static void run_case(uint32_t ranks, bool late, rank_process_body *body)
 {
-    m->memory_bytes = kern_comm_own_bytes() + cu_comm_bytes(m->ranks, PART_BYTES);
-    m->memory =
-        mmap(NULL, m->memory_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    NEED(m->memory != MAP_FAILED);
-    for (uint32_t rank = 1; rank < m->ranks; rank++) {
-        pid_t pid = fork();
-        NEED(pid >= 0);
-        if (pid == 0) {
-            prctl(PR_SET_PDEATHSIG, SIGKILL);
-            m->rank = rank;
-            body(m);
-            _exit(0);
-        }
-        m->pids[rank] = pid;
-        m->pidfds[rank - 1] = (int)syscall(SYS_pidfd_open, pid, 0);
-        NEED(m->pidfds[rank - 1] >= 0);
-    }
-}
-
-/* body in a process for each rank; ends the test unless rank 0 says that all is well. */
-static void run_case(uint32_t ranks, bool late, rank_body *body)
-{
-    int status = -1;
-
-    fflush(stdout);
-    pid_t pid = fork();
-    assert_true(pid >= 0);
-    if (pid == 0) {
-        member m = {.ranks = ranks, .late = late};
-        start_ranks(&m, body);
-        body(&m);
-        _exit(0);
-    }
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    if (WIFEXITED(status) && WEXITSTATUS(status) == SKIPPED)
-        exit(SKIPPED);
-    if (status != 0)
-        fail_msg("%u ranks, streams %s: rank 0 ended with status %x", ranks,
-                 late ? "late" : "early", status);
+    rank_processes_run(late ? "streams late" : "streams early", ranks,
+                       kern_comm_own_bytes() + cu_comm_bytes(ranks, PART_BYTES), body,
+                       late ? &late : NULL);
 }
 
 /* ---- steps ---- */
@@ -296,7 +230,7 @@ static void run_text(member *m, uint32_t *tokens_out)
     for (uint32_t at = 0, count = CHUNK; at < TOKENS; at += count, count = 1) {
         if (at == CHUNK)
             count = PROMPT - CHUNK;
-        NEED(m->ranks == 1 || kern_comm_barrier(m->comm)); /* as a plan is told */
+        NEED(m->ranks == 1 || kern_comm_barrier(m->process->comm)); /* as a plan is told */
         NEED(step(m, at, count, at > 0, m->rank == 0 ? &w : NULL,
                   at >= PROMPT ? &tokens_out[at] : NULL) == PD_OK);
         if (m->rank > 0)
@@ -309,13 +243,13 @@ static void run_text(member *m, uint32_t *tokens_out)
     pd_free(w.seen);
 }
 
-static void compute_alone(member *m)
+static void compute_alone(rank_process *process)
 {
-    join(m);
-    run_text(m, one->tokens);
-    memcpy(one->logits, m->logits, sizeof one->logits);
-    download(m, one_pool);
-    leave(m);
+    member m = join(process);
+    run_text(&m, one->tokens);
+    memcpy(one->logits, m.logits, sizeof one->logits);
+    download(&m, one_pool);
+    leave(&m);
 }
 
 /* ---- the same ---- */
@@ -382,22 +316,22 @@ static void compare_seals(member *m)
     NEED(bad == 2);
 }
 
-static void compute_and_compare(member *m)
+static void compute_and_compare(rank_process *process)
 {
     uint32_t drawn[TOKENS] = {0};
 
-    join(m);
-    run_text(m, drawn);
-    if (m->rank == 0) {
-        unsigned char *pool = pd_calloc(1, m->layout.pool_bytes);
-        NEED(memcmp(m->logits, one->logits, sizeof one->logits) == 0);
+    member m = join(process);
+    run_text(&m, drawn);
+    if (m.rank == 0) {
+        unsigned char *pool = pd_calloc(1, m.layout.pool_bytes);
+        NEED(memcmp(m.logits, one->logits, sizeof one->logits) == 0);
         NEED(memcmp(drawn, one->tokens, sizeof drawn) == 0);
-        download(m, pool);
-        compare_pools(m, pool);
-        compare_seals(m);
+        download(&m, pool);
+        compare_pools(&m, pool);
+        compare_seals(&m);
         pd_free(pool);
     }
-    leave(m);
+    leave(&m);
 }
 
 static void any_number_of_ranks_gives_the_same_bits(void **state)
@@ -419,15 +353,15 @@ static void fails_soon(member *m)
     NEED(token == 99 && pd_clock_now_ns() - start_ns < SOON_NS);
 }
 
-static void the_last_rank_dies(member *m)
+static void the_last_rank_dies(rank_process *process)
 {
-    join(m);
-    if (m->rank + 1 == m->ranks)
+    member m = join(process);
+    if (m.rank + 1 == m.ranks)
         raise(SIGKILL);
-    fails_soon(m);
-    if (m->rank == 0)
-        NEED(cu_model_broken(m->model) == NULL); /* its process tells */
-    leave(m);
+    fails_soon(&m);
+    if (m.rank == 0)
+        NEED(cu_model_broken(m.model) == NULL); /* its process tells */
+    leave(&m);
 }
 
 static void a_rank_that_is_killed_leaves_nobody_waiting(void **state)
@@ -452,20 +386,20 @@ static void lose(gpu *g)
     NEED(gpu_broken(g) != NULL);
 }
 
-static void the_last_rank_fails(member *m)
+static void the_last_rank_fails(rank_process *process)
 {
-    join(m);
-    if (m->rank + 1 == m->ranks)
-        lose(cu_model_gpu(m->model));
-    fails_soon(m);
-    const char *why = cu_model_broken(m->model);
+    member m = join(process);
+    if (m.rank + 1 == m.ranks)
+        lose(cu_model_gpu(m.model));
+    fails_soon(&m);
+    const char *why = cu_model_broken(m.model);
     char number[16];
-    snprintf(number, sizeof number, "rank %u: ", m->ranks - 1);
+    snprintf(number, sizeof number, "rank %u: ", m.ranks - 1);
     NEED(why != NULL && strncmp(why, number, strlen(number)) == 0 && strlen(why) > 20);
-    NEED(step(m, 0, CHUNK, false, NULL, NULL) == PD_E_INTERNAL);
-    if (m->rank > 0)
+    NEED(step(&m, 0, CHUNK, false, NULL, NULL) == PD_E_INTERNAL);
+    if (m.rank > 0)
         _exit(0); /* a device that is lost is no longer tidied up */
-    leave(m);
+    leave(&m);
 }
 
 static void a_rank_that_fails_tells_all(void **state)

@@ -82,6 +82,8 @@ int ncclSend(const void *bytes, size_t count, int type, int peer, pd_nccl_comm h
              pd_cu_stream stream);
 int ncclRecv(void *bytes, size_t count, int type, int peer, pd_nccl_comm handle,
              pd_cu_stream stream);
+int ncclAllGather(const void *own, void *all, size_t count, int type, pd_nccl_comm handle,
+                  pd_cu_stream stream);
 const char *ncclGetErrorString(int result);
 
 static bool fault(const char *name)
@@ -342,4 +344,21 @@ EXPORT int ncclGroupEnd(void)
     atomic_fetch_add(&job->owner->jobs, 1);
     launch(group_stream, run_group, job);
     return PD_NCCL_SUCCESS;
+}
+
+/* In place alone: of two ranks it is a send and a receive. */
+EXPORT int ncclAllGather(const void *own, void *all, size_t count, int type, pd_nccl_comm handle,
+                         pd_cu_stream stream)
+{
+    comm *c = handle;
+    if (c == NULL || own != (unsigned char *)all + (size_t)c->rank * count)
+        return PD_NCCL_INVALID_ARGUMENT;
+    int result = ncclGroupStart();
+    if (result == PD_NCCL_SUCCESS)
+        result = ncclSend(own, count, type, 1 - c->rank, handle, stream);
+    if (result == PD_NCCL_SUCCESS)
+        result = ncclRecv((unsigned char *)all + (size_t)(1 - c->rank) * count, count, type,
+                          1 - c->rank, handle, stream);
+    int end = ncclGroupEnd();
+    return result == PD_NCCL_SUCCESS ? end : result;
 }
