@@ -374,8 +374,9 @@ pd_status pd_worker_setup_open_rank(pd_worker_setup *setup, const pd_rank_start 
         status = bind_engine(setup, pool);
     if (status != PD_OK)
         return status;
-    pd_log_info("msg=\"loaded\" rank=%u of=%u threads=%u pool_bytes=%llu engine_bytes=%llu",
-                start->rank, start->ranks, threads_of(setup),
+    pd_log_info("msg=\"loaded\" rank=%u of=%u backend=\"%s\" threads=%u pool_bytes=%llu "
+                "engine_bytes=%llu",
+                start->rank, start->ranks, engine->backend(setup->engine), threads_of(setup),
                 (unsigned long long)setup->layout.rank_bytes,
                 (unsigned long long)engine->bytes(setup->engine));
     return PD_OK;

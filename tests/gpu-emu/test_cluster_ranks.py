@@ -71,6 +71,8 @@ def test_any_split_gives_the_references_tokens(model, want, prefill, decode):
         for name, ranks in (("prefill-0", prefill), ("decode-0", decode)):
             log = one.logs()[f"logs/{name}.log"]
             assert f'backend="cuda-emu emulated sm_90 (0)" ranks={ranks} ' in log, log
+            for rank in range(1, ranks):
+                assert f'rank={rank} of={ranks} backend="cuda-emu emulated sm_90 ({rank})"' in log, log
             assert f"pieces={ranks}" in log, "its pool is not in pieces"
         cl.wait_until(lambda: one.metric("kvferry_shipped_bytes_total") > 0, 20, "nothing was shipped")
 

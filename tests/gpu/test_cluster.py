@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import subprocess
 import sys
 
 import pytest
@@ -39,3 +40,20 @@ def test_a_gpu_gives_the_references_tokens(expected, prefill, decode):
             given = one.complete(prompt, 24, ignore_eos=True).token_ids
             assert given[: len(tokens) // 2] == tokens[: len(tokens) // 2]
         assert one.metric("kvferry_seal_failures_total") == 0
+
+
+@pytest.mark.skipif(not has_gpu(), reason="there is no GPU here")
+def test_ranks_give_one_ranks_tokens(tmp_path, monkeypatch):
+    """On a machine with too few GPUs they share one, and exchange their products through memory."""
+    monkeypatch.setenv("KVFERRY_SHARE_DEVICE", "1")
+    path = tmp_path / "random.gguf"
+    subprocess.run([sys.executable, os.path.join(cl.ROOT, "tests", "tools", "make_model.py"), "--tokenizer", cl.MODEL,
+                    "--out", str(path)], check=True)
+    given = []
+    for prefill, decode in ((1, 1), (2, 4)):
+        with cl.Cluster(model={"path": str(path), "context": cl.CONTEXT}, kv={"memory": "64MiB"},
+                        prefill={"device": "cuda", "tensor_parallel": prefill},
+                        decode={"device": "cuda", "tensor_parallel": decode}) as one:
+            given.append([one.complete(prompt, 24, ignore_eos=True).token_ids for prompt in PROMPTS])
+            assert one.metric("kvferry_seal_failures_total") == 0
+    assert given[0] == given[1]
