@@ -101,18 +101,17 @@ void kern_comm_end(kern_comm *comm)
     wake_all(s);
 }
 
-static void look_after_ranks(kern_comm *comm)
+static bool is_one_gone(kern_comm *comm)
 {
     int count = poll(comm->pidfds, comm->watched, 0); /* a pidfd is readable after its process */
 
-    if (count > 0 || (count < 0 && errno != EINTR))
-        kern_comm_end(comm);
+    return count > 0 || (count < 0 && errno != EINTR);
 }
 
 bool kern_comm_ended(kern_comm *comm)
 {
-    if (comm->watched > 0)
-        look_after_ranks(comm);
+    if (comm->watched > 0 && is_one_gone(comm))
+        kern_comm_end(comm);
     return atomic_load(&comm->shared->ended) != 0;
 }
 
@@ -137,8 +136,10 @@ static void wait_for_change(kern_comm *comm, unsigned generation)
     while (atomic_load(&s->generation) == generation) {
         long result = syscall(SYS_futex, &s->generation, FUTEX_WAIT, generation,
                               comm->watched > 0 ? &look : NULL, NULL, 0);
-        if (comm->watched > 0 && result != 0 && errno == ETIMEDOUT)
-            look_after_ranks(comm);
+        /* whoever is gone may have been here before: then the barrier is over */
+        if (comm->watched > 0 && result != 0 && errno == ETIMEDOUT && is_one_gone(comm) &&
+            atomic_load(&s->generation) == generation)
+            kern_comm_end(comm);
     }
     atomic_fetch_sub(&s->sleepers, 1);
 }

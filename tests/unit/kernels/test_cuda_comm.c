@@ -236,16 +236,29 @@ static bool ends_soon(member *m)
     return true;
 }
 
-/* The one that is left has a gather on its stream, which nobody will answer. */
+/* Rank 1 ends when rank 0 has a gather on its stream, which nobody will answer; not sooner, for a
+ * barrier that an end follows at once may fail. */
+static void wait_or_gather(const rank_process *process, member *m)
+{
+    uint64_t *is_waiting = &cu_comm_piece_of(m->comm, 0)->pool_at;
+
+    while (process->rank == 1 && __atomic_load_n(is_waiting, __ATOMIC_ACQUIRE) == 0)
+        usleep(100);
+    if (process->rank == 1)
+        return;
+    NEED(cu_comm_gather(m->comm, &m->stream, m->all, m->all, GATHER_BYTES) == PD_OK);
+    __atomic_store_n(is_waiting, 1, __ATOMIC_RELEASE);
+}
+
 static void one_dies(rank_process *process)
 {
     member m = join(process, NULL);
 
     NEED(cu_comm_is_queued(m.comm));
     gather_many(process, &m);
+    wait_or_gather(process, &m);
     if (process->rank == 1)
         raise(SIGKILL);
-    NEED(cu_comm_gather(m.comm, &m.stream, m.all, m.all, GATHER_BYTES) == PD_OK);
     NEED(ends_soon(&m));
     cu_comm_fail(m.comm, "a step failed");
     NEED(gpu_stream_wait(&m.stream) == PD_OK); /* aborted, it runs dry */
@@ -260,16 +273,11 @@ static void one_fails(rank_process *process)
 {
     member m = join(process, NULL);
 
-    uint64_t *is_waiting = &cu_comm_piece_of(m.comm, 0)->pool_at;
-
     gather_many(process, &m);
-    if (process->rank == 1) {
-        while (__atomic_load_n(is_waiting, __ATOMIC_ACQUIRE) == 0)
-            usleep(100);
+    wait_or_gather(process, &m);
+    if (process->rank == 1)
         cu_comm_fail(m.comm, "out of luck");
-    } else {
-        NEED(cu_comm_gather(m.comm, &m.stream, m.all, m.all, GATHER_BYTES) == PD_OK);
-        __atomic_store_n(is_waiting, 1, __ATOMIC_RELEASE);
+    else {
         NEED(ends_soon(&m));
         cu_comm_fail(m.comm, "because of the other");
     }
@@ -286,6 +294,8 @@ static void nccl_fails(rank_process *process)
     member m = join(process, NULL);
 
     NEED(cu_comm_is_queued(m.comm));
+    pd_status met = cu_comm_meet(m.comm); /* both are connected, also when one has failed by now */
+    (void)met;
     setenv("NCCL_STAND_IN", process->ctx, 1);
     pd_status status = cu_comm_gather(m.comm, &m.stream, m.all + process->rank * GATHER_BYTES,
                                       m.all, GATHER_BYTES);
