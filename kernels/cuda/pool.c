@@ -350,20 +350,30 @@ static void cut(const pd_seal_item *items, uint32_t count, uint32_t rank, uint32
     }
 }
 
-/* The seal of heads a..c is that of a..b plus that of b..c. count: PARTS_MAX at most. */
+/* The seal of heads a..c is that of a..b plus that of b..c. All devices work at once. count:
+ * PARTS_MAX at most. */
 static pd_status seal_parts(cu_pool *pool, const pd_seal_item *items, uint32_t count,
                             bool from_bytes, uint64_t *seals_out)
 {
     pd_status status = PD_OK;
+    uint32_t begun = 0;
     parts some;
 
     memset(seals_out, 0, count * sizeof *seals_out);
-    for (uint32_t rank = 0; status == PD_OK && rank < pool->ranks; rank++) {
-        const piece *p = &pool->pieces[rank];
-        cut(items, count, rank, p->kv.kv_heads, &some);
+    for (; status == PD_OK && begun < pool->ranks; begun++) {
+        piece *p = &pool->pieces[begun];
+        cut(items, count, begun, p->kv.kv_heads, &some);
         if (some.count > 0)
-            status = from_bytes ? cu_sealer_read(p->checking, some.item, some.count, some.seal)
-                                : cu_sealer_seal(p->sealing, some.item, some.count, some.seal);
+            status = cu_sealer_begin(from_bytes ? p->checking : p->sealing, some.item, some.count,
+                                     from_bytes);
+    }
+    for (uint32_t rank = 0; rank < begun; rank++) {
+        piece *p = &pool->pieces[rank];
+        cut(items, count, rank, p->kv.kv_heads, &some);
+        if (some.count == 0)
+            continue;
+        pd_status ended = cu_sealer_end(from_bytes ? p->checking : p->sealing, some.seal);
+        status = status == PD_OK ? ended : status;
         for (uint32_t i = 0; status == PD_OK && i < some.count; i++)
             seals_out[some.of[i]] += some.seal[i];
     }

@@ -21,6 +21,7 @@ struct cu_sealer {
     exchange *memory; /* the device's */
     pthread_mutex_t turn;
     bool has_turn;
+    uint32_t count; /* of the batch under way */
 };
 
 static pd_status allocate(cu_sealer *sealer)
@@ -88,10 +89,12 @@ static cu_seal_item item_of(const cu_kv *kv, const pd_seal_item *item)
                           .head_first = item->place.head_first};
 }
 
-/* The seals of a batch, in host memory when it returns. */
-static pd_status run_batch(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
-                           bool from_bytes)
+pd_status cu_sealer_begin(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
+                          bool from_bytes)
 {
+    pd_assert(count > 0 && count <= CU_SEAL_BATCH);
+    pthread_mutex_lock(&sealer->turn);
+    sealer->count = count;
     for (uint32_t i = 0; i < count; i++)
         sealer->host->items[i] = item_of(&sealer->kv, &items[i]);
     gpu_use(sealer->device);
@@ -103,9 +106,27 @@ static pd_status run_batch(cu_sealer *sealer, const pd_seal_item *items, uint32_
     if (status == PD_OK)
         status = gpu_copy_out(sealer->stream, sealer->host->seals, sealer->memory->seals,
                               count * sizeof *sealer->host->seals);
+    return status;
+}
+
+pd_status cu_sealer_end(cu_sealer *sealer, uint64_t *seals_out)
+{
+    gpu_use(sealer->device);
     /* also after a failure: the buffers are used again */
-    pd_status waited = gpu_stream_wait(sealer->stream);
-    return status == PD_OK ? waited : status;
+    pd_status status = gpu_stream_wait(sealer->stream);
+    if (status == PD_OK)
+        memcpy(seals_out, sealer->host->seals, sealer->count * sizeof *seals_out);
+    pthread_mutex_unlock(&sealer->turn);
+    return status;
+}
+
+static pd_status run_batch(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
+                           bool from_bytes, uint64_t *seals_out)
+{
+    pd_status status = cu_sealer_begin(sealer, items, count, from_bytes);
+    pd_status ended = cu_sealer_end(sealer, seals_out);
+
+    return status == PD_OK ? ended : status;
 }
 
 static uint32_t batch_of(uint32_t left)
@@ -113,58 +134,32 @@ static uint32_t batch_of(uint32_t left)
     return left < CU_SEAL_BATCH ? left : CU_SEAL_BATCH;
 }
 
-static pd_status make(cu_sealer *sealer, const pd_seal_item *items, uint32_t count, bool from_bytes,
-                      uint64_t *seals_out)
-{
-    pd_status status = PD_OK;
-
-    pthread_mutex_lock(&sealer->turn);
-    for (uint32_t at = 0; status == PD_OK && at < count; at += CU_SEAL_BATCH) {
-        uint32_t some = batch_of(count - at);
-        status = run_batch(sealer, items + at, some, from_bytes);
-        if (status == PD_OK)
-            memcpy(seals_out + at, sealer->host->seals, some * sizeof *seals_out);
-    }
-    pthread_mutex_unlock(&sealer->turn);
-    return status;
-}
-
 pd_status cu_sealer_seal(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
                          uint64_t *seals_out)
 {
-    return make(sealer, items, count, false, seals_out);
-}
+    pd_status status = PD_OK;
 
-pd_status cu_sealer_read(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
-                         uint64_t *seals_out)
-{
-    return make(sealer, items, count, true, seals_out);
-}
-
-static pd_status compare(const cu_sealer *sealer, const uint64_t *seals, uint32_t first,
-                         uint32_t count, uint32_t *bad_out)
-{
-    for (uint32_t i = 0; i < count; i++) {
-        if (sealer->host->seals[i] == seals[first + i])
-            continue;
-        *bad_out = first + i;
-        return PD_E_MISMATCH;
-    }
-    return PD_OK;
+    for (uint32_t at = 0; status == PD_OK && at < count; at += CU_SEAL_BATCH)
+        status = run_batch(sealer, items + at, batch_of(count - at), false, seals_out + at);
+    return status;
 }
 
 pd_status cu_sealer_check(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
                           const uint64_t *seals, uint32_t *bad_out)
 {
-    pd_status status = PD_OK;
+    uint64_t found[CU_SEAL_BATCH];
 
-    pthread_mutex_lock(&sealer->turn);
-    for (uint32_t at = 0; status == PD_OK && at < count; at += CU_SEAL_BATCH) {
+    for (uint32_t at = 0; at < count; at += CU_SEAL_BATCH) {
         uint32_t some = batch_of(count - at);
-        status = run_batch(sealer, items + at, some, true);
-        if (status == PD_OK)
-            status = compare(sealer, seals, at, some, bad_out);
+        pd_status status = run_batch(sealer, items + at, some, true, found);
+        if (status != PD_OK)
+            return status;
+        for (uint32_t i = 0; i < some; i++) {
+            if (found[i] == seals[at + i])
+                continue;
+            *bad_out = at + i;
+            return PD_E_MISMATCH;
+        }
     }
-    pthread_mutex_unlock(&sealer->turn);
-    return status;
+    return PD_OK;
 }

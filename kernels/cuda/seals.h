@@ -21,8 +21,13 @@ void cu_sealer_destroy(cu_sealer *sealer); /* NULL is fine; nobody calls it any 
 /* As kern_backend.seal and check; heads are the device's. */
 PD_CHECKED pd_status cu_sealer_seal(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
                                     uint64_t *seals_out);
-/* The seals that the bytes have, as check makes them. */
-PD_CHECKED pd_status cu_sealer_read(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
-                                    uint64_t *seals_out);
 PD_CHECKED pd_status cu_sealer_check(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
                                      const uint64_t *seals, uint32_t *bad_out);
+
+/* A batch in two parts, so that several devices work at once: begin queues it and takes the turn,
+ * end waits for it and gives the turn back. end must follow, whatever begin has said; before that
+ * the thread begins at other sealers alone, everybody in the same order. from_bytes: as check makes
+ * them. count: 1 .. CU_SEAL_BATCH. */
+PD_CHECKED pd_status cu_sealer_begin(cu_sealer *sealer, const pd_seal_item *items, uint32_t count,
+                                     bool from_bytes);
+PD_CHECKED pd_status cu_sealer_end(cu_sealer *sealer, uint64_t *seals_out);
