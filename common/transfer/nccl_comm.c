@@ -30,16 +30,25 @@ void pd_nccl_comm_end(pd_carrier *carrier, nccl_link *link)
     carrier->comms--;
 }
 
+/* A receiver that has not said GO yet has promised nothing, but would have to make another one. */
+static bool is_asked_for(const nccl_link *link)
+{
+    return link->in && link->batch_state == BATCH_WAITING && link->go.epoch == link->epoch;
+}
+
 /* Makes room for one more: the one that was used longest ago goes. Only the active link has work on
- * the device, so that no other one's communicator is in use. */
+ * the device, and pinned ones are less than may be made (batch_announce), so there is one to go. */
 static void comms_evict(pd_carrier *carrier)
 {
     while (carrier->comms >= carrier->comms_max) {
         nccl_link *oldest = NULL;
         for (uint32_t i = 0; i < carrier->links_max; i++) {
             nccl_link *link = &carrier->links[i];
-            if (link->comm != NULL && link != carrier->active &&
-                (oldest == NULL || link->used_ns < oldest->used_ns))
+            if (link->comm == NULL || link == carrier->active || link->pinned)
+                continue;
+            bool asked = is_asked_for(link), asked_oldest = oldest != NULL && is_asked_for(oldest);
+            if (oldest == NULL ||
+                (asked == asked_oldest ? link->used_ns < oldest->used_ns : asked_oldest))
                 oldest = link;
         }
         pd_assert(oldest != NULL);
