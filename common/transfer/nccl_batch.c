@@ -14,8 +14,9 @@ void pd_nccl_take_announce(pd_carrier *carrier, nccl_link *link, const void *byt
 {
     word_announce announce;
     const size_t least = offsetof(word_announce, runs);
-    bool good = len >= least && len <= sizeof announce && link->state == LINK_UP &&
-                link->batch_state == BATCH_NONE;
+    bool good = len >= least && len <= sizeof announce && link->batch_state == BATCH_NONE;
+    if (link->state != LINK_UP || link->broken || link->bye)
+        return; /* it ends here, fenced off perhaps, and its sender is told */
     if (good) {
         memcpy(&announce, bytes, len);
         good = announce.count != 0 && announce.count <= RUNS_MAX &&
@@ -224,7 +225,7 @@ static bool take_turn(pd_carrier *carrier)
     for (uint32_t i = 0; i < carrier->links_max; i++) {
         nccl_link *link = &carrier->links[i];
         bool waits = link->batch_state == BATCH_WAITING || link->batch_state == BATCH_GO;
-        if (link->state == LINK_UP && waits && !link->broken &&
+        if (link->state == LINK_UP && waits && !link->broken && !link->bye &&
             (first == NULL || link->ticket < first->ticket))
             first = link;
     }
