@@ -1,15 +1,9 @@
 /* The NCCL carrier: bytes go between GPUs' pools by ncclSend and ncclRecv of a communicator of two
  * ranks a link; words about them, and notices, go by a carrier of messages below (UCX).
  *
- * One batch: the sender announces runs of bytes; the receiver posts the receives and says GO, with
- * what a new communicator needs if there is none; the sender posts the same runs in the same order;
- * the receiver says LANDED when its stream has ended, and only that ends the puts. Notices are sent
- * after it.
- *
- * Order: a process runs one batch at a time, in or out, so that its device never holds kernels of
- * two communicators, of which each could wait for the other one's place. A batch needs both
- * processes. They are taken in the order of their ids, the smaller first, each in the order of
- * asking: whoever waits holds smaller ids than the one waited for, so no ring of waiting can close.
+ * How links begin and end stands in nccl_life.h, what a batch is and in which order they run in
+ * nccl_batch.h, communicators are nccl_comm.h's and words nccl_words.h's. Here: what the base
+ * tells, progress, and what the engine asks for.
  *
  * Everything runs on the engine's thread, calls into NCCL included. docs/decisions/nccl.md. */
 
@@ -17,7 +11,8 @@
 #include "common/base/hash.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
-#include "common/transfer/nccl_comm.h"
+#include "common/transfer/nccl_batch.h"
+#include "common/transfer/nccl_life.h"
 #include "common/transfer/nccl_words.h"
 
 #include <string.h>
@@ -27,171 +22,31 @@
 
 #define STALL_MS_DEFAULT 5000
 #define DESTROY_NS       (500 * PD_NS_PER_MS)
-
-/* ---- the life of a link ---- */
-
-static void batch_release(pd_carrier *carrier, nccl_link *link)
-{
-    if (carrier->active == link)
-        carrier->active = NULL;
-}
-
-/* Ends the work of the link on this device, if there is any. */
-static void link_stop(pd_carrier *carrier, nccl_link *link)
-{
-    pd_nccl_comm_end(carrier, link);
-    batch_release(carrier, link);
-    link->batch_state = BATCH_NONE;
-}
-
-static void link_end(pd_carrier *carrier, nccl_link *link)
-{
-    link_stop(carrier, link);
-    pd_nccl_words_drop(link);
-    link->state = LINK_ENDING;
-    link->finished = false;
-    pd_carrier_ucx.close(carrier->base, pd_nccl_index(carrier, link));
-}
-
-/* The link can carry nothing more. An outgoing one stays until it is closed from above. */
-static void link_fail(pd_carrier *carrier, nccl_link *link)
-{
-    link_stop(carrier, link);
-    if (link->in) {
-        link_end(carrier, link);
-        return;
-    }
-    if (link->state == LINK_UP || link->state == LINK_OPENING || link->state == LINK_GREETING)
-        carrier->events->broken(carrier->engine, pd_nccl_index(carrier, link));
-    link->broken = true;
-}
-
-/* Something of this batch went wrong here: the sender is told, and does not try again. */
-static void batch_fail(pd_carrier *carrier, nccl_link *link)
-{
-    link_stop(carrier, link);
-    if (link->in) {
-        pd_nccl_say_kind(link, WORD_FAIL);
-        pd_nccl_words_post(carrier, link);
-    }
-    link_fail(carrier, link);
-}
-
-static nccl_link *link_find(pd_carrier *carrier, uint64_t id, bool in)
-{
-    for (uint32_t i = 0; i < carrier->links_max; i++) {
-        nccl_link *link = &carrier->links[i];
-        if (link->id == id && link->in == in && link->state != LINK_FREE &&
-            link->state != LINK_ENDING)
-            return link;
-    }
-    return NULL;
-}
-
-/* A place for a sender's link. Where all are taken, one that stands idle longest gives way: its
- * sender is gone without a word, or finds out at its next batch. */
-static nccl_link *place_for_sender(pd_carrier *carrier)
-{
-    nccl_link *oldest = NULL;
-    for (uint32_t i = carrier->peers_max; i < carrier->links_max; i++) {
-        nccl_link *link = &carrier->links[i];
-        if (link->state == LINK_FREE)
-            return link;
-        if (link->state == LINK_UP && link->batch_state == BATCH_NONE &&
-            (oldest == NULL || link->used_ns < oldest->used_ns))
-            oldest = link;
-    }
-    if (oldest != NULL)
-        oldest->broken = true; /* free when it is closed; its sender waits for its own deadline */
-    return NULL;
-}
+/* A turn that took this long means that we were not running, and the other end may be innocent. */
+#define OWN_STALL_NS (500 * PD_NS_PER_MS)
 
 /* ---- what comes ---- */
 
-static void take_hello(pd_carrier *carrier, const word_head *head, const void *bytes, size_t len)
+static void take_notice(pd_carrier *carrier, const word_head *head, const void *bytes, size_t len)
 {
-    word_hello hello;
-    const size_t least = offsetof(word_hello, address);
-    if (len < least || len > sizeof hello)
-        return;
-    memcpy(&hello, bytes, len);
-    if (hello.address_bytes != len - least || link_find(carrier, head->link, true) != NULL ||
-        pd_senders_is_fenced(&carrier->senders, hello.incarnation))
-        return;
-    nccl_link *link = place_for_sender(carrier);
-    if (link == NULL)
-        return;
-    *link = (nccl_link){
-        .state = LINK_WANTED,
-        .in = true,
-        .id = head->link,
-        .incarnation = hello.incarnation,
-        .used_ns = pd_clock_now_ns(),
-        .hello_bytes = hello.address_bytes,
-    };
-    memcpy(link->hello, hello.address, hello.address_bytes);
-}
-
-static void take_announce(pd_carrier *carrier, nccl_link *link, const void *bytes, size_t len)
-{
-    word_announce announce;
-    const size_t least = offsetof(word_announce, runs);
-    bool good = len >= least && len <= sizeof announce && link->state == LINK_UP &&
-                link->batch_state == BATCH_NONE;
-    if (good) {
-        memcpy(&announce, bytes, len);
-        good = announce.count != 0 && announce.count <= RUNS_MAX &&
-               announce.count * sizeof(run) == len - least;
-    }
-    for (uint32_t i = 0; good && i < announce.count; i++) {
-        const run *r = &announce.runs[i];
-        good = r->bytes != 0 && r->bytes <= carrier->pool_bytes &&
-               r->offset <= carrier->pool_bytes - r->bytes;
-    }
-    if (!good) {
-        pd_log_warn("msg=\"transfer: an announcement that is malformed or not for this pool, its "
-                    "link is ended\" link=%016llx",
-                    (unsigned long long)link->id);
-        link->broken = true;
+    if (pd_nccl_link_find(carrier, head->link, true) == NULL) {
+        pd_link_head from = {.link = head->link};
+        pd_senders_dropped(&carrier->senders, &from, len);
         return;
     }
-    link->batch = announce.head.batch;
-    link->count = announce.count;
-    memcpy(link->runs, announce.runs, announce.count * sizeof(run));
-    link->go = (word_go){.epoch = announce.epoch};
-    link->batch_state = BATCH_WAITING;
-    link->ticket = ++carrier->tickets;
+    carrier->events->received(carrier->engine, (const unsigned char *)bytes + sizeof *head,
+                              len - sizeof *head);
 }
 
-static void take_go(pd_carrier *carrier, nccl_link *link, const void *bytes, size_t len)
+/* Of a link that is up, or was. */
+static void take_word(pd_carrier *carrier, const word_head *head, const void *bytes, size_t len,
+                      bool to_receiver)
 {
-    if (len != sizeof link->go || link->batch_state != BATCH_ANNOUNCED)
-        return;
-    memcpy(&link->go, bytes, sizeof link->go);
-    link->batch_state = BATCH_GO;
-    if (carrier->active != link) /* one that holds this process already goes on at once */
-        link->ticket = ++carrier->tickets;
-}
-
-static void take_landed(pd_carrier *carrier, nccl_link *link)
-{
-    if (link->batch_state == BATCH_LAUNCHING || link->batch_state == BATCH_RUNNING)
-        link->landed = true; /* and our own stream is about to say so */
-    if (link->batch_state != BATCH_SENT)
-        return;
-    link->batch_state = BATCH_NONE;
-    for (uint32_t i = 0; i < link->count; i++)
-        carrier->events->put_done(carrier->engine, link->tokens[i], PD_OK);
-}
-
-static void take_word(pd_carrier *carrier, const word_head *head, const void *bytes, size_t len)
-{
-    bool to_receiver = head->kind == WORD_ANNOUNCE || head->kind == WORD_BYE;
-    nccl_link *link = link_find(carrier, head->link, to_receiver);
-    if (link == NULL)
-        return; /* of a link that has ended */
-    if ((head->kind == WORD_GO || head->kind == WORD_LANDED) && head->batch != link->batch)
-        return;
+    nccl_link *link = pd_nccl_link_find(carrier, head->link, to_receiver);
+    bool of_batch = head->kind == WORD_GO || head->kind == WORD_LANDED ||
+                    head->kind == WORD_LAUNCH || head->kind == WORD_WAITS;
+    if (link == NULL || (of_batch && head->batch != link->batch))
+        return; /* of what has ended */
     switch ((word_kind)head->kind) {
     case WORD_WELCOME:
         if (link->state == LINK_GREETING) {
@@ -199,16 +54,15 @@ static void take_word(pd_carrier *carrier, const word_head *head, const void *by
             carrier->events->opened(carrier->engine, pd_nccl_index(carrier, link), PD_OK, "nccl");
         }
         break;
-    case WORD_ANNOUNCE: take_announce(carrier, link, bytes, len); break;
-    case WORD_GO: take_go(carrier, link, bytes, len); break;
-    case WORD_LANDED: take_landed(carrier, link); break;
-    case WORD_FAIL: link->broken = true; break;
-    case WORD_BYE: link->bye = true; break;
-    case WORD_BYE_OK:
-        if (link->state == LINK_PARTING)
-            link->bye = true;
-        break;
+    case WORD_ANNOUNCE: pd_nccl_take_announce(carrier, link, bytes, len); break;
+    case WORD_GO: pd_nccl_take_go(carrier, link, bytes, len); break;
+    case WORD_LAUNCH: pd_nccl_take_launch(link); break;
+    case WORD_WAITS: pd_nccl_take_waits(link); break;
+    case WORD_LANDED: pd_nccl_take_landed(carrier, link); break;
+    case WORD_FAIL: pd_nccl_take_fail(link); break;
+    case WORD_BYE_OK: pd_nccl_take_bye_ok(link); break;
     case WORD_HELLO:
+    case WORD_BYE:
     case WORD_NOTICE: break;
     }
 }
@@ -221,13 +75,22 @@ static void on_received(void *ctx, const void *bytes, size_t len)
     if (len < sizeof head)
         return;
     memcpy(&head, bytes, sizeof head);
-    if (head.kind == WORD_NOTICE)
-        carrier->events->received(carrier->engine, (const unsigned char *)bytes + sizeof head,
-                                  len - sizeof head);
-    else if (head.kind == WORD_HELLO)
-        take_hello(carrier, &head, bytes, len);
-    else
-        take_word(carrier, &head, bytes, len);
+    switch ((word_kind)head.kind) {
+    case WORD_NOTICE: take_notice(carrier, &head, bytes, len); break;
+    case WORD_HELLO: pd_nccl_take_hello(carrier, bytes, len); break;
+    case WORD_BYE: pd_nccl_take_bye(carrier, bytes, len); break;
+    case WORD_ANNOUNCE:
+    case WORD_LAUNCH: take_word(carrier, &head, bytes, len, true); break;
+    case WORD_WAITS: /* goes both ways; a link has one direction, and its id is its own */
+        take_word(carrier, &head, bytes, len, true);
+        take_word(carrier, &head, bytes, len, false);
+        break;
+    case WORD_WELCOME:
+    case WORD_GO:
+    case WORD_LANDED:
+    case WORD_FAIL:
+    case WORD_BYE_OK: take_word(carrier, &head, bytes, len, false); break;
+    }
 }
 
 static void on_opened(void *ctx, pd_peer index, pd_status status, const char *lane)
@@ -235,46 +98,40 @@ static void on_opened(void *ctx, pd_peer index, pd_status status, const char *la
     pd_carrier *carrier = ctx;
     nccl_link *link = &carrier->links[index];
     (void)lane;
+    if (link->base != BASE_OPENING)
+        return;
+    link->base = status == PD_OK ? BASE_OPEN : BASE_BROKEN;
     if (link->state != LINK_OPENING)
-        return;
-    if (status != PD_OK) {
-        link->broken = true;
-        if (!link->in)
-            carrier->events->opened(carrier->engine, index, status, "");
-        return;
+        return; /* opened again, to end it */
+    if (status == PD_OK) {
+        link->state = link->in ? LINK_UP : LINK_GREETING;
+        if (link->in && !link->bye)
+            pd_nccl_say_kind(link, WORD_WELCOME);
+    } else if (!link->in) {
+        link->broken = link->told = true;
+        carrier->events->opened(carrier->engine, index, status, "");
     }
-    if (link->in) {
-        link->state = LINK_UP;
-        pd_nccl_say_kind(link, WORD_WELCOME);
-        return;
-    }
-    word_hello hello = {
-        .head = {.kind = WORD_HELLO, .link = link->id},
-        .incarnation = link->incarnation,
-        .address_bytes = (uint32_t)(carrier->address_bytes - sizeof(nccl_address)),
-    };
-    memcpy(hello.address, carrier->address + sizeof(nccl_address), hello.address_bytes);
-    link->state = LINK_GREETING;
-    pd_nccl_say(link, &hello, offsetof(word_hello, address) + hello.address_bytes);
 }
 
 static void on_broken(void *ctx, pd_peer index)
 {
     pd_carrier *carrier = ctx;
-    carrier->links[index].broken = true;
+    nccl_link *link = &carrier->links[index];
+    if (link->base == BASE_OPENING || link->base == BASE_OPEN)
+        link->base = BASE_BROKEN;
 }
 
 static void on_closed(void *ctx, pd_peer index)
 {
     pd_carrier *carrier = ctx;
-    carrier->links[index].finished = true;
+    carrier->links[index].base = BASE_CLOSED;
 }
 
 static void on_send_done(void *ctx, uint64_t token, pd_status status)
 {
     pd_carrier *carrier = ctx;
     word *w = (word *)(uintptr_t)token;
-    if (w->notice && !w->dropped)
+    if (w->notice)
         carrier->events->send_done(carrier->engine, w->token, status);
     pd_nccl_posted_remove(carrier, w);
 }
@@ -295,201 +152,27 @@ static const pd_carrier_events base_events = {
     .received = on_received,
 };
 
-/* ---- batches ---- */
-
-/* Out: what waits becomes a batch. With the smaller id this process is taken first. */
-static void batch_begin(pd_carrier *carrier, nccl_link *link)
-{
-    link->count = link->next_count;
-    memcpy(link->runs, link->next_runs, link->count * sizeof *link->runs);
-    memcpy(link->from, link->next_from, link->count * sizeof *link->from);
-    memcpy(link->tokens, link->next_tokens, link->count * sizeof *link->tokens);
-    link->next_count = 0;
-    link->landed = false;
-    link->batch++;
-    link->batch_state = BATCH_WAITING;
-    link->ticket = ++carrier->tickets;
-}
-
-static void batch_announce(nccl_link *link)
-{
-    word_announce announce = {
-        .head = {.kind = WORD_ANNOUNCE, .batch = link->batch, .link = link->id},
-        .epoch = link->epoch,
-        .count = link->count,
-    };
-    memcpy(announce.runs, link->runs, link->count * sizeof(run));
-    link->batch_state = BATCH_ANNOUNCED;
-    link->since_ns = pd_clock_now_ns();
-    pd_nccl_say(link, &announce, offsetof(word_announce, runs) + link->count * sizeof(run));
-}
-
-/* In: this process is taken for the link's batch. */
-static bool receive_begin(pd_carrier *carrier, nccl_link *link)
-{
-    word_go go = {
-        .head = {.kind = WORD_GO, .batch = link->batch, .link = link->id},
-        .epoch = link->epoch,
-        .fresh = link->epoch == 0 || link->epoch != link->go.epoch,
-    };
-    if (go.fresh) {
-        go.epoch = ++carrier->epochs;
-        int result = carrier->library->nccl_get_unique_id(&go.id);
-        if (result != PD_NCCL_SUCCESS) {
-            pd_log_warn("msg=\"transfer: nccl: no id for a communicator: %s\"",
-                        carrier->library->nccl_error_text(result));
-            return false;
-        }
-        if (!pd_nccl_comm_make(carrier, link, go.id, go.epoch))
-            return false;
-        link->batch_state = BATCH_INIT;
-    }
-    pd_nccl_say(link, &go, sizeof go);
-    return go.fresh || pd_nccl_comm_launch(carrier, link);
-}
-
-static bool send_begin(pd_carrier *carrier, nccl_link *link)
-{
-    if (link->go.fresh) {
-        link->batch_state = BATCH_INIT;
-        return pd_nccl_comm_make(carrier, link, link->go.id, link->go.epoch);
-    }
-    return link->comm != NULL && link->epoch == link->go.epoch &&
-           pd_nccl_comm_launch(carrier, link);
-}
-
-static void batch_over(pd_carrier *carrier, nccl_link *link)
-{
-    batch_release(carrier, link);
-    link->used_ns = pd_clock_now_ns();
-    if (link->in) {
-        link->batch_state = BATCH_NONE;
-        pd_nccl_say_kind(link, WORD_LANDED);
-        return;
-    }
-    link->batch_state = BATCH_SENT;
-    if (link->landed)
-        take_landed(carrier, link);
-}
-
-/* One step of the batch that this process is taken for. False: it failed. */
-static bool batch_step(pd_carrier *carrier, nccl_link *link, bool *moved_out)
-{
-    bool done = false;
-    batch_state before = link->batch_state;
-    bool good = true;
-    switch (link->batch_state) {
-    case BATCH_GO: good = send_begin(carrier, link); break;
-    case BATCH_INIT:
-        good = pd_nccl_comm_look(carrier, link, &done);
-        if (good && done)
-            good = pd_nccl_comm_launch(carrier, link);
-        break;
-    case BATCH_LAUNCHING:
-        good = pd_nccl_comm_look(carrier, link, &done);
-        if (good && done)
-            link->batch_state = BATCH_RUNNING;
-        break;
-    case BATCH_RUNNING: {
-        int cu = carrier->library->cuda_stream_query(carrier->stream);
-        good = pd_nccl_comm_look(carrier, link, &done);
-        if (cu != PD_CU_SUCCESS && cu != PD_CU_NOT_READY) {
-            pd_log_error("msg=\"transfer: the stream of nccl's work failed\" cuda_error=%d", cu);
-            good = false;
-        } else if (good && cu == PD_CU_SUCCESS)
-            batch_over(carrier, link);
-        break;
-    }
-    case BATCH_NONE:
-    case BATCH_WAITING:
-    case BATCH_ANNOUNCED:
-    case BATCH_SENT: break;
-    }
-    if (link->batch_state != before) {
-        *moved_out = true;
-        link->since_ns =
-            before == BATCH_GO || link->since_ns == 0 ? pd_clock_now_ns() : link->since_ns;
-    }
-    return good;
-}
-
-/* The next batch in the order of asking takes this process. */
-static bool take_turn(pd_carrier *carrier)
-{
-    nccl_link *first = NULL;
-    for (uint32_t i = 0; i < carrier->links_max; i++) {
-        nccl_link *link = &carrier->links[i];
-        bool waits = link->batch_state == BATCH_WAITING || link->batch_state == BATCH_GO;
-        if (link->state == LINK_UP && waits && !link->broken &&
-            (first == NULL || link->ticket < first->ticket))
-            first = link;
-    }
-    if (first == NULL)
-        return false;
-    carrier->active = first;
-    first->since_ns = pd_clock_now_ns();
-    if (first->batch_state == BATCH_GO)
-        return true; /* the next step launches it */
-    if (!first->in)
-        batch_announce(first);
-    else if (!receive_begin(carrier, first))
-        batch_fail(carrier, first);
-    return true;
-}
-
-/* One that waits for the receiver may do so for longer: others may be before it there. */
-static bool is_late(const pd_carrier *carrier, const nccl_link *link)
-{
-    uint64_t allowed_ns =
-        link->batch_state == BATCH_ANNOUNCED ? carrier->stall_ns / 4 * 3 : carrier->stall_ns / 2;
-    return pd_clock_now_ns() - link->since_ns > allowed_ns;
-}
-
-static bool active_progress(pd_carrier *carrier)
-{
-    bool moved = false;
-    nccl_link *link = carrier->active;
-    if (link == NULL)
-        return take_turn(carrier);
-    if (!batch_step(carrier, link, &moved)) {
-        batch_fail(carrier, link);
-        return true;
-    }
-    if (carrier->active == link && is_late(carrier, link)) {
-        static const char *const what[] = {
-            [BATCH_NONE] = "nothing",           [BATCH_WAITING] = "its turn",
-            [BATCH_ANNOUNCED] = "the receiver", [BATCH_GO] = "its turn",
-            [BATCH_INIT] = "the communicator",  [BATCH_LAUNCHING] = "the launch",
-            [BATCH_RUNNING] = "the stream",     [BATCH_SENT] = "the receiver",
-        };
-        pd_log_warn("msg=\"transfer: nccl: nothing moved, aborted\" what=%s waited_for=\"%s\" "
-                    "link=%016llx",
-                    pd_nccl_what(link), what[link->batch_state], (unsigned long long)link->id);
-        batch_fail(carrier, link);
-        return true;
-    }
-    return moved;
-}
-
 /* ---- progress ---- */
-
-/* Of the carrier of messages, which has no blocks to move. */
-static const pd_carrier_pool message_pool = {.bytes = PD_CARRIER_PAGE, .pieces = 1};
 
 static bool open_wanted(pd_carrier *carrier, nccl_link *link)
 {
+    if (link->broken) { /* fenced off meanwhile */
+        link->state = LINK_FREE;
+        return true;
+    }
     link->state = LINK_OPENING;
-    if (pd_carrier_ucx.open(carrier->base, pd_nccl_index(carrier, link), link->hello,
-                            link->hello_bytes, message_pool) != PD_OK)
-        link->broken = true;
+    pd_nccl_link_open(carrier, link); /* where it fails, the next progress sees it */
     return true;
 }
 
-static void link_closed(pd_carrier *carrier, nccl_link *link)
+static bool link_closed(pd_carrier *carrier, nccl_link *link)
 {
+    if (link->base != BASE_CLOSED)
+        return false;
     link->state = LINK_FREE;
     if (!link->in && !link->silent)
         carrier->events->closed(carrier->engine, pd_nccl_index(carrier, link));
+    return true;
 }
 
 static bool link_progress(pd_carrier *carrier, nccl_link *link)
@@ -497,44 +180,39 @@ static bool link_progress(pd_carrier *carrier, nccl_link *link)
     switch (link->state) {
     case LINK_FREE: return false;
     case LINK_WANTED: return open_wanted(carrier, link);
-    case LINK_ENDING:
-        if (!link->finished)
-            return false;
-        link_closed(carrier, link);
-        return true;
-    case LINK_PARTING:
-        if (!link->bye && !link->broken)
-            return pd_nccl_words_post(carrier, link);
-        link_end(carrier, link);
-        return true;
+    case LINK_ENDING: return link_closed(carrier, link);
+    case LINK_PARTING: return pd_nccl_part_progress(carrier, link);
     case LINK_OPENING:
     case LINK_GREETING:
     case LINK_UP: break;
     }
+    if (link->base == BASE_BROKEN)
+        link->broken = true;
     if (link->broken) {
         if (!link->in && link->told)
-            return false; /* told; it is closed from above */
-        link->told = true;
-        link_fail(carrier, link);
-        return true;
-    }
-    if (link->in && link->bye) {
-        link_stop(carrier, link);
-        pd_nccl_say_kind(link, WORD_BYE_OK);
-        pd_nccl_words_post(carrier, link);
-        link_end(carrier, link);
+            return false; /* it is closed from above */
+        pd_nccl_link_fail(carrier, link);
         return true;
     }
     bool any = false;
-    if (!link->in && link->state == LINK_UP && link->batch_state == BATCH_NONE &&
-        link->next_count != 0) {
-        batch_begin(carrier, link);
-        any = true;
-        /* the receiver is the smaller: it is taken first */
-        if (link->peer_id < carrier->id)
-            batch_announce(link);
+    if (link->state == LINK_GREETING)
+        any = pd_nccl_greet(carrier, link);
+    if (link->state == LINK_UP && link->in && link->bye) {
+        pd_nccl_link_part(carrier, link);
+        return true;
     }
+    if (link->state == LINK_UP)
+        any = pd_nccl_batch_progress(carrier, link);
     return pd_nccl_words_post(carrier, link) || any;
+}
+
+/* While this process stood still nobody was late. */
+static void take_time(pd_carrier *carrier)
+{
+    uint64_t now_ns = pd_clock_now_ns(), gap_ns = now_ns - carrier->progress_ns;
+    if (carrier->progress_ns != 0 && gap_ns > OWN_STALL_NS && carrier->active != NULL)
+        carrier->active->since_ns += gap_ns;
+    carrier->progress_ns = now_ns;
 }
 
 static bool progress(pd_carrier *carrier)
@@ -542,8 +220,9 @@ static bool progress(pd_carrier *carrier)
     uint64_t expired;
     if (carrier->timer_set && read(carrier->timer_fd, &expired, sizeof expired) > 0)
         carrier->timer_set = false;
+    take_time(carrier);
     bool any = pd_carrier_ucx.progress(carrier->base);
-    any |= active_progress(carrier);
+    any |= pd_nccl_active_progress(carrier);
     for (uint32_t i = 0; i < carrier->links_max; i++)
         any |= link_progress(carrier, &carrier->links[i]);
     return any;
@@ -575,7 +254,8 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
         return PD_E_INVALID;
     }
     memcpy(&head, bytes, sizeof head);
-    if (head.base_bytes != len - sizeof head || head.id == carrier->id) {
+    if (head.base_bytes != len - sizeof head || head.base_bytes > BASE_ADDRESS_MAX ||
+        head.id == carrier->id) {
         pd_log_error("msg=\"transfer: a peer's address is malformed, or our own\" bytes=%zu", len);
         return PD_E_INVALID;
     }
@@ -586,9 +266,9 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
     }
     if (link->state == LINK_PARTING) { /* the engine has given up waiting for its end */
         link->silent = true;
-        link_end(carrier, link);
+        pd_nccl_link_end(carrier, link);
     }
-    if (link->state == LINK_ENDING && link->finished)
+    if (link->state == LINK_ENDING && link->base == BASE_CLOSED)
         link->state = LINK_FREE;
     if (link->state != LINK_FREE) {
         pd_log_warn("msg=\"transfer: the last connection of this place does not end\" peer=%u",
@@ -600,36 +280,32 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
         .state = LINK_OPENING,
         .id = pd_random_id(),
         .peer_id = head.id,
+        .process = head.process,
+        .seen = pd_nccl_is_seen(carrier, &head.process),
         .incarnation = incarnation,
+        .address_bytes = head.base_bytes,
     };
-    return pd_carrier_ucx.open(carrier->base, index, (const unsigned char *)bytes + sizeof head,
-                               head.base_bytes, message_pool);
+    memcpy(link->address, (const unsigned char *)bytes + sizeof head, head.base_bytes);
+    pd_status status = pd_nccl_link_open(carrier, link);
+    link->told = link->broken = status != PD_OK; /* told by our return */
+    return status;
 }
 
-/* While the receiver may hold receives of this link it may still write: `closed` waits for its
- * word, or for its end; for ever, if neither comes. */
+/* `closed` waits for the receiver's word that it holds no receive of this link, or for the end of
+ * its process; for ever, if neither comes, and the engine gives it up. */
 static void close_peer(pd_carrier *carrier, pd_peer index)
 {
     nccl_link *link = &carrier->links[index];
-    bool may_write = !link->broken && link->state == LINK_UP &&
-                     (link->batch_state >= BATCH_ANNOUNCED || carrier->active == link);
-    bool was_up = !link->broken && link->state == LINK_UP;
     if (link->state == LINK_FREE || link->state == LINK_ENDING) { /* it was not opened */
         link->silent = link->state == LINK_ENDING;
         carrier->events->closed(carrier->engine, index);
         return;
     }
-    link_stop(carrier, link);
-    pd_nccl_words_drop(link);
-    if (was_up) {
-        pd_nccl_say_kind(link, WORD_BYE);
-        pd_nccl_words_post(carrier, link);
-    }
-    if (may_write && !link->broken) {
-        link->state = LINK_PARTING;
-        return;
-    }
-    link_end(carrier, link);
+    link->gone |= !link->exposed;
+    if (link->greeted)
+        pd_nccl_link_part(carrier, link);
+    else
+        pd_nccl_link_end(carrier, link);
 }
 
 static pd_status put(pd_carrier *carrier, pd_peer index, uint64_t source_offset,
@@ -680,8 +356,8 @@ static void fence(pd_carrier *carrier, uint64_t incarnation)
         if (link->incarnation != incarnation || link->state == LINK_FREE ||
             link->state == LINK_ENDING)
             continue;
-        link_stop(carrier, link);
-        link->broken = true;
+        pd_nccl_link_stop(carrier, link);
+        link->broken |= !link->bye; /* one that says goodbye is answered all the same */
     }
     pd_carrier_ucx.fence(carrier->base, incarnation);
 }
@@ -722,8 +398,11 @@ static pd_status init_base(pd_carrier *carrier, const pd_transfer_options *optio
     pd_transfer_options base = *options;
     base.piece_memory = NULL;
     base.pool_kind = PD_MEMORY_HOST;
-    base.pool_bytes = message_pool.bytes;
+    base.pool_bytes = PD_CARRIER_PAGE;
     base.peers_max = carrier->links_max;
+    /* Between two processes there may be a link and the way back of another one, side by side; the
+     * base would believe the newer alone, and what came late is told apart here by its link. */
+    base.incarnation = 0;
     pd_status status = pd_carrier_ucx.create(&base, &base_events, carrier, &carrier->base);
     if (status != PD_OK)
         return status;
@@ -734,6 +413,7 @@ static pd_status init_base(pd_carrier *carrier, const pd_transfer_options *optio
         return PD_E_UNSUPPORTED;
     }
     nccl_address head = {.id = carrier->id,
+                         .process = carrier->process,
                          .version = (uint32_t)carrier->library->version,
                          .base_bytes = (uint32_t)bytes};
     memcpy(carrier->address, &head, sizeof head);
@@ -762,12 +442,17 @@ static void links_end(pd_carrier *carrier)
     uint64_t end_ns = pd_clock_now_ns() + DESTROY_NS;
     for (uint32_t i = 0; i < carrier->links_max; i++) {
         nccl_link *link = &carrier->links[i];
-        if (link->state != LINK_FREE && link->state != LINK_ENDING && link->state != LINK_WANTED)
-            link_end(carrier, link);
+        if (link->state == LINK_FREE || link->state == LINK_WANTED)
+            continue;
+        if (link->in && link->state == LINK_UP) { /* once, and then our end tells it */
+            pd_nccl_link_part(carrier, link);
+            pd_nccl_part_progress(carrier, link);
+        }
+        if (link->state != LINK_ENDING)
+            pd_nccl_link_end(carrier, link);
     }
     for (uint32_t i = 0; i < carrier->links_max && pd_clock_now_ns() < end_ns;) {
-        const nccl_link *link = &carrier->links[i];
-        if (link->state != LINK_ENDING || link->finished)
+        if (carrier->links[i].base != BASE_CLOSING)
             i++;
         else if (!pd_carrier_ucx.progress(carrier->base))
             usleep(200);
@@ -830,6 +515,7 @@ static pd_status create(const pd_transfer_options *options, const pd_carrier_eve
     carrier->pool = options->piece_memory[0];
     carrier->pool_bytes = options->pool_bytes;
     carrier->id = pd_random_id();
+    carrier->process = pd_nccl_process();
     carrier->comms_max = options->comms_max != 0 ? options->comms_max : COMMS_DEFAULT;
     carrier->stall_ns =
         (options->stall_ms != 0 ? options->stall_ms : STALL_MS_DEFAULT) * PD_NS_PER_MS;

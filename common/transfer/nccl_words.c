@@ -68,7 +68,7 @@ void pd_nccl_posted_remove(pd_carrier *carrier, word *w)
 bool pd_nccl_words_post(pd_carrier *carrier, nccl_link *link)
 {
     bool any = false;
-    while (link->words != NULL && !link->broken) {
+    while (link->words != NULL && link->base == BASE_OPEN) {
         word *w = link->words;
         word *next = w->next;
         /* first into the list: the base may end it before it returns */
@@ -91,7 +91,7 @@ bool pd_nccl_words_post(pd_carrier *carrier, nccl_link *link)
         if (status == PD_OK && w->notice)
             carrier->events->send_done(carrier->engine, w->token, PD_OK);
         if (status != PD_OK)
-            link->broken = true;
+            link->base = BASE_BROKEN;
         pd_nccl_posted_remove(carrier, w);
     }
     return any;

@@ -12,7 +12,7 @@
 #define MERGED_BYTES_MAX (1u << 20)
 
 #define ADDRESS_MAGIC   0x3146584bu /* "KXF1" */
-#define ADDRESS_VERSION 6           /* of the carriers' messages too */
+#define ADDRESS_VERSION 7           /* of the carriers' messages too */
 
 /* An address: this, then the carrier's part. */
 typedef struct address_header {

@@ -6,8 +6,11 @@
  * left behind by whoever is killed. Each way is a ring; every operation writes its length first,
  * and a receive of another length fails its communicator.
  *
- * NCCL_STAND_IN, read at each call: init-hangs, init-fails, async-error, stream-hangs. It counts
- * communicators made in the file that NCCL_STAND_IN_COUNT names, if any. */
+ * NCCL_STAND_IN, read at each call, is a list by commas of init-hangs, init-fails, async-error,
+ * stream-hangs, stream-half (then it hangs), stream-late (begins after LATE_MS), error-after (all
+ * is moved, then it fails), slow-calls (each call is under way for a while), calls-hang. "0:"
+ * before one: of senders alone; "1:": of receivers. It counts communicators made in the file that
+ * NCCL_STAND_IN_COUNT names, if any. */
 
 #include "common/transfer/nccl_abi.h"
 
@@ -21,11 +24,20 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { RING_BYTES = 1 << 18, GROUP_MAX = 4096, INVALID_USAGE = 5, INTERNAL_ERROR = 3 };
+enum {
+    RING_BYTES = 1 << 18,
+    GROUP_MAX = 4096,
+    INVALID_USAGE = 5,
+    INTERNAL_ERROR = 3,
+    LATE_MS = 700,
+    SLOW_CALL_MS = 2,
+    HALF_STEP = 1000,
+};
 
 typedef struct ring {
     _Atomic uint64_t head, tail; /* read, written */
@@ -50,6 +62,7 @@ typedef struct comm {
     _Atomic int error;
     _Atomic bool aborted;
     _Atomic int jobs;
+    _Atomic uint64_t busy_until_ms; /* with a call */
 } comm;
 
 typedef struct operation {
@@ -62,6 +75,7 @@ typedef struct operation {
 typedef struct group_job {
     comm *owner;
     uint32_t count;
+    uint64_t bytes;
     operation operations[];
 } group_job;
 
@@ -86,10 +100,47 @@ int ncclAllGather(const void *own, void *all, size_t count, int type, pd_nccl_co
                   pd_cu_stream stream);
 const char *ncclGetErrorString(int result);
 
-static bool fault(const char *name)
+static bool fault(const char *name, int rank)
 {
     const char *set = getenv("NCCL_STAND_IN");
-    return set != NULL && strcmp(set, name) == 0;
+    size_t len = strlen(name);
+
+    while (set != NULL && *set != '\0') {
+        const char *end = strchrnul(set, ',');
+        bool ours = true;
+        if (end - set > 2 && set[1] == ':') {
+            ours = set[0] == '0' + rank;
+            set += 2;
+        }
+        if (ours && (size_t)(end - set) == len && memcmp(set, name, len) == 0)
+            return true;
+        set = *end == ',' ? end + 1 : end;
+    }
+    return false;
+}
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+/* What a call on it returns: that it is under way, with the faults that are about that. */
+static int call_result(comm *c)
+{
+    bool hangs = fault("calls-hang", c->rank);
+
+    if (!hangs && !fault("slow-calls", c->rank))
+        return PD_NCCL_SUCCESS;
+    atomic_store(&c->busy_until_ms, hangs ? UINT64_MAX : now_ms() + SLOW_CALL_MS);
+    return PD_NCCL_IN_PROGRESS;
+}
+
+static bool is_busy(comm *c)
+{
+    return now_ms() < atomic_load(&c->busy_until_ms);
 }
 
 EXPORT int ncclGetVersion(int *version)
@@ -159,7 +210,7 @@ EXPORT int ncclCommInitRankConfig(pd_nccl_comm *comm_out, int ranks, pd_nccl_id 
     if (ranks != 2 || rank < 0 || rank > 1 || config->magic != PD_NCCL_CONFIG_MAGIC ||
         config->size != sizeof *config || config->blocking != 0)
         return PD_NCCL_INVALID_ARGUMENT;
-    if (fault("init-fails"))
+    if (fault("init-fails", rank))
         return INVALID_USAGE;
     comm *c = calloc(1, sizeof *c);
     if (c == NULL)
@@ -175,7 +226,7 @@ EXPORT int ncclCommInitRankConfig(pd_nccl_comm *comm_out, int ranks, pd_nccl_id 
         free(c);
         return PD_NCCL_SYSTEM_ERROR;
     }
-    if (!fault("init-hangs"))
+    if (!fault("init-hangs", rank))
         atomic_store(&c->shared->present[rank], 1);
     count_one();
     *comm_out = c;
@@ -187,7 +238,7 @@ EXPORT int ncclCommGetAsyncError(pd_nccl_comm handle, int *error)
     comm *c = handle;
     *error = atomic_load(&c->error);
     if (*error == PD_NCCL_SUCCESS &&
-        (c->shared == NULL || atomic_load(&c->shared->present[0]) == 0 ||
+        (c->shared == NULL || is_busy(c) || atomic_load(&c->shared->present[0]) == 0 ||
          atomic_load(&c->shared->present[1]) == 0))
         *error = PD_NCCL_IN_PROGRESS;
     return PD_NCCL_SUCCESS;
@@ -231,8 +282,8 @@ static size_t ring_read(ring *r, void *bytes, size_t len)
     return n;
 }
 
-/* True: something moved. */
-static bool step(operation *o)
+/* At most so many bytes. True: something moved. */
+static bool step(operation *o, size_t most)
 {
     comm *c = o->owner;
     uint64_t length = o->count;
@@ -255,8 +306,8 @@ static bool step(operation *o)
         return true;
     }
     uint64_t at = o->done - sizeof length;
-    size_t n = o->send ? ring_write(r, o->bytes + at, o->count - at)
-                       : ring_read(r, o->bytes + at, o->count - at);
+    size_t len = o->count - at < most ? o->count - at : most;
+    size_t n = o->send ? ring_write(r, o->bytes + at, len) : ring_read(r, o->bytes + at, len);
     o->done += n;
     return n != 0;
 }
@@ -267,8 +318,10 @@ static void run_group(void *ctx)
     group_job *job = ctx;
     comm *c = job->owner;
     uint32_t at[2] = {0, 0};
-    bool hangs = fault("stream-hangs");
-    if (fault("async-error"))
+    bool hangs = fault("stream-hangs", c->rank), half = fault("stream-half", c->rank);
+    bool fails = fault("error-after", c->rank);
+    uint64_t start_ms = now_ms() + (fault("stream-late", c->rank) ? LATE_MS : 0), moved_bytes = 0;
+    if (fault("async-error", c->rank))
         atomic_store(&c->error, PD_NCCL_REMOTE_ERROR);
     while (!atomic_load(&c->aborted)) {
         bool moved = false, left = false;
@@ -279,14 +332,20 @@ static void run_group(void *ctx)
                         job->operations[at[send]].count + sizeof(uint64_t)))
                 at[send]++;
             left |= at[send] < job->count;
-            if (at[send] < job->count && !hangs && atomic_load(&c->error) == PD_NCCL_SUCCESS)
-                moved |= step(&job->operations[at[send]]);
+            bool stands = hangs || now_ms() < start_ms || (half && moved_bytes >= job->bytes / 2);
+            if (at[send] < job->count && !stands && atomic_load(&c->error) == PD_NCCL_SUCCESS) {
+                uint64_t before = job->operations[at[send]].done;
+                moved |= step(&job->operations[at[send]], half ? HALF_STEP : SIZE_MAX);
+                moved_bytes += job->operations[at[send]].done - before;
+            }
         }
         if (!left)
             break;
         if (!moved)
             usleep(50);
     }
+    if (fails)
+        atomic_store(&c->error, PD_NCCL_REMOTE_ERROR);
     free(job);
     atomic_fetch_sub(&c->jobs, 1);
 }
@@ -298,9 +357,11 @@ static int group_add(const operation *o, int type, int peer, pd_cu_stream stream
         return PD_NCCL_INVALID_ARGUMENT;
     if (group_count != 0 && group[0].owner != o->owner)
         return INVALID_USAGE; /* NCCL can; nobody here asks for it */
+    if (is_busy(o->owner))    /* "before the previous operation returned ncclSuccess" */
+        return PD_NCCL_INVALID_ARGUMENT;
     group[group_count++] = *o;
     group_stream = stream;
-    return PD_NCCL_SUCCESS;
+    return call_result(o->owner);
 }
 
 EXPORT int ncclSend(const void *bytes, size_t count, int type, int peer, pd_nccl_comm handle,
@@ -341,9 +402,12 @@ EXPORT int ncclGroupEnd(void)
     job->owner = group[0].owner;
     job->count = count;
     memcpy(job->operations, group, count * sizeof *group);
+    for (uint32_t i = 0; i < count; i++)
+        job->bytes += group[i].count;
+    int result = call_result(job->owner);
     atomic_fetch_add(&job->owner->jobs, 1);
     launch(group_stream, run_group, job);
-    return PD_NCCL_SUCCESS;
+    return result;
 }
 
 /* In place alone: of two ranks it is a send and a receive. */
