@@ -50,6 +50,7 @@ typedef struct kern_backend_options {
     uint32_t rank, ranks;     /* of a tensor-parallel group; ranks 0 is 1 */
     struct kern_comm *comm;   /* NULL when alone; outlives the model */
     const struct kern_comm_calls *comm_calls; /* how a plugin calls it */
+    pd_memory_reach pool_reach;               /* of pool_alloc's memory, where that is a GPU's */
 } kern_backend_options;
 
 /* A part of one sequence: tokens at positions position .. position + count - 1. The KV of all
@@ -115,7 +116,7 @@ typedef struct kern_backend {
 
     /* Only where pool_own, rank 0's. A piece for each rank, where that one can work on it:
      * pieces_out[rank]. Zeroed; each aligned to a page, one allocation that a transfer can
-     * register. */
+     * register. PD_E_UNSUPPORTED: pool_reach cannot be had (logged). */
     pd_status (*pool_alloc)(kern_loaded *model, uint64_t piece_bytes, void **pieces_out);
     void (*pool_free)(kern_loaded *model);
     /* The pool that steps work on; layout is copied. pool: all of it, where it is any host memory;

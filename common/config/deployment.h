@@ -123,6 +123,7 @@ typedef struct pd_deployment {
         const char *backend;   /* "ucx", "nccl" */
         const char *transport; /* "auto", "shm", "tcp", "rdma" */
         const char *device;    /* network device for tcp: "lo" */
+        const char *memory;    /* a GPU's pool: "auto", "plain", "fabric" */
         bool seals;            /* checked on arrival */
         bool overlap;          /* blocks leave while later ones are computed */
     } transfer;

@@ -124,6 +124,8 @@ const pd_key pd_schema[] = {
      "nccl: of messages alone"},
     {"transfer.device", PD_KEY_STRING, AT(transfer.device), 1, 63, "lo", NULL,
      "network device for tcp, or NIC for rdma (lo: the nearest)"},
+    {"transfer.memory", PD_KEY_CHOICE, AT(transfer.memory), 0, 0, "auto", "auto|plain|fabric",
+     "a GPU's pool; fabric: other hosts' GPUs reach it over NVLink; auto: so where it can be had"},
     {"transfer.seals", PD_KEY_BOOL, AT(transfer.seals), 0, 0, "true", NULL,
      "check what arrives against its seal"},
     {"transfer.overlap", PD_KEY_BOOL, AT(transfer.overlap), 0, 0, "true", NULL,

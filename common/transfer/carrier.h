@@ -77,6 +77,8 @@ typedef struct pd_carrier_ops {
                       uint64_t token);
     /* From its return on no bytes of that sender are written into the pool by this process. */
     void (*fence)(pd_carrier *carrier, uint64_t incarnation);
+    /* Of a carrier that runs; any thread. NULL: never. */
+    bool (*written_from_afar)(const pd_carrier *carrier);
 } pd_carrier_ops;
 
 extern const pd_carrier_ops pd_carrier_ucx;

@@ -17,6 +17,7 @@ enum {
     PD_CU_SUCCESS = 0,
     PD_CU_NOT_READY = 600,
     PD_CU_POINTER_DEVICE_ORDINAL = 9,
+    PD_CU_POINTER_LEGACY_IPC = 10,
     PD_CU_STREAM_NON_BLOCKING = 1,
     PD_CU_DEVICE_RDMA_FLUSH = 117,    /* bit 0: the host may flush (see gpus.h) */
     PD_CU_DEVICE_RDMA_ORDERING = 118, /* 100 and more: what a NIC wrote is seen without that */

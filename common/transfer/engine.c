@@ -895,6 +895,12 @@ void *pd_engine_pool(const pd_engine *engine)
     return engine->ops->pool(engine->carrier);
 }
 
+bool pd_engine_written_from_afar(const pd_engine *engine)
+{
+    return engine->ops->written_from_afar != NULL &&
+           engine->ops->written_from_afar(engine->carrier);
+}
+
 const void *pd_engine_address(const pd_engine *engine, size_t *bytes_out)
 {
     return engine->ops->address(engine->carrier, bytes_out);

@@ -98,6 +98,7 @@ PD_CHECKED pd_status pd_engine_create(const pd_engine_options *options, pd_engin
 void pd_engine_destroy(pd_engine *engine);
 
 void *pd_engine_pool(const pd_engine *engine);
+bool pd_engine_written_from_afar(const pd_engine *engine);
 const void *pd_engine_address(const pd_engine *engine, size_t *bytes_out);
 
 /* Loop thread. Copies the item; PD_E_OVERLOAD when the queue is full: nothing was taken. */

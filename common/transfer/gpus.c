@@ -48,6 +48,15 @@ static bool needs_flush(const pd_gpus *gpus, int device)
            ordering < PD_CU_RDMA_ORDERING_OWNER && (options & 1) != 0;
 }
 
+static bool is_plain(const pd_gpus *gpus, const void *memory)
+{
+    int plain = 1;
+
+    return gpus->driver->cuda_pointer_attribute(&plain, PD_CU_POINTER_LEGACY_IPC,
+                                                (uintptr_t)memory) != PD_CU_SUCCESS ||
+           plain != 0;
+}
+
 pd_status pd_gpus_open(pd_gpus *gpus, const pd_transfer_options *options)
 {
     *gpus = (pd_gpus){0};
@@ -64,8 +73,10 @@ pd_status pd_gpus_open(pd_gpus *gpus, const pd_transfer_options *options)
     gpus->count = options->pieces;
     for (uint32_t i = 0; status == PD_OK && i < gpus->count; i++) {
         status = open_piece(gpus, i, options->piece_memory[i]);
-        if (status == PD_OK)
-            gpus->flush |= needs_flush(gpus, gpus->piece[i].device);
+        if (status != PD_OK)
+            break;
+        gpus->flush |= needs_flush(gpus, gpus->piece[i].device);
+        gpus->fabric |= !is_plain(gpus, options->piece_memory[i]);
     }
     return status == PD_OK ? pd_gpus_use(gpus, 0) : status;
 }

@@ -20,6 +20,7 @@ typedef struct pd_gpus {
     const pd_cuda_driver *driver;
     uint32_t count; /* 0: host memory */
     bool flush;     /* see pd_gpus_see_writes */
+    bool fabric;    /* memory that GPUs of other hosts may reach: not plain (cudaMalloc) */
     pd_cu_context current;
     pd_gpu_piece piece[PD_TRANSFER_PIECES_MAX];
 } pd_gpus;

@@ -3,6 +3,7 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/transfer/engine.h"
+#include "common/transfer/ucx_context.h"
 
 #include <stdatomic.h>
 #include <string.h>
@@ -207,6 +208,26 @@ static pd_status check_pieces(const pd_transfer_options *options)
     return PD_OK;
 }
 
+pd_status pd_transfer_reach(const char *backend, const char *transport, pd_memory_reach wanted,
+                            pd_memory_reach *reach_out)
+{
+    bool ucx = strcmp(backend, "ucx") == 0;
+    bool of_use = ucx && pd_ucx_knows_fabric() && strcmp(transport, "tcp") != 0;
+
+    if (wanted == PD_REACH_FABRIC && !of_use) {
+        pd_log_error("msg=\"transfer: memory with a fabric handle is of no use here: it takes "
+                     "backend ucx, UCX 1.18 or later, and another transport than tcp\" backend=%s "
+                     "transport=%s",
+                     backend, transport);
+        return PD_E_UNSUPPORTED;
+    }
+    /* one that stays within the host has no use for more than plain memory, which is the surer way
+     */
+    bool within = strcmp(transport, "shm") == 0;
+    *reach_out = wanted == PD_REACH_AUTO && (!of_use || within) ? PD_REACH_HOST : wanted;
+    return PD_OK;
+}
+
 uint64_t pd_transfer_pool_room(uint64_t bytes)
 {
     return (bytes + PD_CARRIER_PAGE - 1) / PD_CARRIER_PAGE * PD_CARRIER_PAGE + PD_CARRIER_POOL_TAIL;
@@ -274,6 +295,11 @@ const void *pd_transfer_address(const pd_transfer *transfer, size_t *bytes_out)
 {
     *bytes_out = transfer->address_bytes;
     return transfer->address;
+}
+
+bool pd_transfer_written_from_afar(const pd_transfer *transfer)
+{
+    return pd_engine_written_from_afar(transfer->engine);
 }
 
 /* ---- peers ---- */

@@ -18,6 +18,7 @@
 #include "common/base/memory_kind.h"
 #include "common/base/status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -61,6 +62,13 @@ typedef struct pd_transfer_options {
 /* What a pool from outside must hold: some bytes behind it are the transfer's own. In pieces, each
  * of them has its own: bytes are a piece's then. */
 uint64_t pd_transfer_pool_room(uint64_t bytes);
+
+/* How a GPU's pool should be made for that backend and transport, before there is a transfer:
+ * memory with a fabric handle is of use only to a UCX that knows it, and where blocks may leave the
+ * host. wanted AUTO becomes AUTO or HOST. PD_E_UNSUPPORTED, logged: FABRIC is wanted, and of none.
+ */
+PD_CHECKED pd_status pd_transfer_reach(const char *backend, const char *transport,
+                                       pd_memory_reach wanted, pd_memory_reach *reach_out);
 
 /* Errors: PD_E_NOMEM (no memory for the pool, logged with its size), PD_E_UNSUPPORTED (also: memory
  * of a GPU, where the carrier's library has no support for it or the transport cannot reach it),
@@ -114,6 +122,11 @@ PD_CHECKED pd_status pd_transfer_notice(pd_transfer *transfer, pd_peer peer, uin
  * The 256 latest are remembered; the same one again is fine. Errors: PD_E_OVERLOAD, PD_E_NOMEM: no
  * event follows, try again. */
 PD_CHECKED pd_status pd_transfer_fence(pd_transfer *transfer, uint64_t incarnation);
+
+/* May a sender that lives on another host write here without this process taking part, by a NIC or
+ * over a fabric? Then a fence does not hold it up, as it does over messages: that somebody took it
+ * for dead is no proof that its blocks are free. Never changes. */
+bool pd_transfer_written_from_afar(const pd_transfer *transfer);
 
 typedef enum pd_transfer_event_kind {
     PD_TRANSFER_CONNECTED, /* peer, tag, lane: what carries the bytes, such as "posix+cma" */

@@ -235,8 +235,11 @@ static void destroy(pd_carrier *carrier)
     if (carrier == NULL)
         return;
     for (pd_peer i = 0; carrier->peers != NULL && i < carrier->peers_max; i++) {
-        if (carrier->peers[i].ep == NULL)
-            pd_ucx_target_end(&carrier->peers[i].target);
+        ucx_peer *peer = &carrier->peers[i];
+        if (peer->ep == NULL)
+            pd_ucx_target_end(&peer->target);
+        else /* UCX did not end the connection, and may still need its keys */
+            pd_ucx_target_unmap(&peer->target);
     }
     pd_notice_socket_destroy(carrier->socket);
     if (carrier->epoll_fd >= 0)
@@ -627,7 +630,9 @@ static pd_status open_peer(pd_carrier *carrier, pd_peer index, const void *bytes
      * process that has died (ucp_request.c:684, "got REP message"). Without it nobody answers
      * anything. */
     status = pd_gpus_use(&carrier->gpus, 0);
-    if (status == PD_OK && !peer->by_message && !pd_ucx_target_map(&peer->target, pool_bytes))
+    bool mapped = carrier->pool.kind == PD_MEMORY_HOST && !peer->by_message &&
+                  pd_ucx_target_map(&peer->target, pool_bytes);
+    if (status == PD_OK && !peer->by_message && !mapped)
         status = pd_ucx_target_unpack(&peer->target, peer->ep, pool_bytes);
     if (status == PD_OK && !peer->by_message)
         status = open_socket(carrier, peer, &head,
@@ -890,6 +895,12 @@ static pd_status send_notice(pd_carrier *carrier, pd_peer index, const void *byt
     return send_by_ucx(peer, bytes, len, token);
 }
 
+static bool written_from_afar(const pd_carrier *carrier)
+{
+    return strcmp(carrier->transport, "rdma") == 0 ||
+           (carrier->gpus.fabric && !by_messages_alone(carrier));
+}
+
 const pd_carrier_ops pd_carrier_ucx = {
     .name = "ucx",
     .create = create,
@@ -905,4 +916,5 @@ const pd_carrier_ops pd_carrier_ucx = {
     .flush = flush,
     .send = send_notice,
     .fence = fence,
+    .written_from_afar = written_from_afar,
 };

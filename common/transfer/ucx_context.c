@@ -169,6 +169,12 @@ static bool knows_gpus(ucp_context_h context)
     return ucs == UCS_OK && (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
 }
 
+bool pd_ucx_knows_fabric(void)
+{
+    enum { FIRST_MINOR = 18 };
+    return UCP_API_MINOR >= FIRST_MINOR;
+}
+
 static pd_status init(const pd_transfer_options *options, ucp_context_h *context_out)
 {
     ucp_config_t *config;

@@ -14,6 +14,10 @@
 /* A send is done when its call returns, in this version: see send_message in ucx.c. */
 #define SENDS_AT_ONCE (UCP_API_MINOR < 14)
 
+/* Does cuda_ipc export memory that has a fabric handle? From the version on whose sources do, if it
+ * was built with them: that it does not say. */
+bool pd_ucx_knows_fabric(void);
+
 /* Errors (logged): PD_E_MISMATCH (built for another version than the one that was loaded),
  * PD_E_UNSUPPORTED (a setting, transport or device that there is not). *context_out is NULL then.
  */

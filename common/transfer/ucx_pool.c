@@ -252,7 +252,7 @@ void pd_ucx_target_init(pd_ucx_target *target, const unsigned char *bytes, pd_ca
         target->piece[i].base = head_of(bytes, i).base;
 }
 
-static void unmap_pieces(pd_ucx_target *target)
+void pd_ucx_target_unmap(pd_ucx_target *target)
 {
     for (uint32_t i = 0; i < target->pieces; i++) {
         pd_ucx_target_piece *piece = &target->piece[i];
@@ -271,7 +271,7 @@ bool pd_ucx_target_map(pd_ucx_target *target, const unsigned char *bytes)
         void *memory;
         if (head.file.inode == 0 ||
             pd_shared_file_map(&head.file, target->piece_bytes, &memory) != PD_OK) {
-            unmap_pieces(target);
+            pd_ucx_target_unmap(target);
             return false;
         }
         target->piece[i].mapped = memory;
@@ -329,6 +329,6 @@ void pd_ucx_target_end(pd_ucx_target *target)
             ucp_rkey_destroy(target->piece[i].key);
         target->piece[i].key = NULL;
     }
-    unmap_pieces(target);
+    pd_ucx_target_unmap(target);
     target->pieces = 0;
 }

@@ -91,5 +91,7 @@ void pd_ucx_target_find(pd_ucx_target *target);
 /* Can cuda_ipc reach every piece from the GPU whose context is current? Where this UCX does not say
  * so of a key, true: the lanes are all there is to go by. */
 bool pd_ucx_target_by_cuda_ipc(const pd_ucx_target *target);
+/* Ends what was mapped here; the keys stay. */
+void pd_ucx_target_unmap(pd_ucx_target *target);
 /* Of the peer's connection, when that is closed. */
 void pd_ucx_target_end(pd_ucx_target *target);

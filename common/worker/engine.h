@@ -18,6 +18,7 @@ typedef struct pd_worker_engine_options {
     uint32_t rows_max;          /* tokens of a step */
     uint32_t slices_max;        /* of a step */
     uint32_t ranks;             /* tensor-parallel; 0: 1 */
+    pd_memory_reach pool_reach; /* of a GPU's pool */
     const pd_rank_place *place; /* NULL: ranks is 1. What it points to outlives the engine */
 } pd_worker_engine_options;
 

@@ -297,6 +297,22 @@ static void fence_again(worker *w)
         w->unfenced_count--;
 }
 
+/* Its router gave it up. Of what is watched here the end itself is heard, and over messages nothing
+ * more comes; but a NIC or a fabric writes as long as somebody over there is alive. */
+static void on_given_up(worker *w, uint64_t incarnation)
+{
+    if (pd_peer_watch_alive(w->peers, incarnation))
+        return;
+    if (!pd_transfer_written_from_afar(w->setup.transfer)) {
+        fence_off(w, incarnation);
+        return;
+    }
+    pd_log_info("msg=\"a peer was given up that may write from afar: unless it has ended on this "
+                "host, what it may still write stays quarantined until its last word\" "
+                "incarnation=%016llx",
+                (unsigned long long)incarnation);
+}
+
 static void on_peer_dead(void *ctx, uint64_t incarnation)
 {
     worker *w = ctx;
@@ -361,8 +377,7 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
         gone = *message;
         gone.peer_gone.may_write = true; /* until it is fenced off */
         message = &gone;
-        if (!pd_peer_watch_alive(w->peers, gone.peer_gone.incarnation))
-            fence_off(w, gone.peer_gone.incarnation);
+        on_given_up(w, gone.peer_gone.incarnation);
     }
     w->ops->on_message(w->core, w->router, message, now_ns);
 }

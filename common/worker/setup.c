@@ -146,6 +146,11 @@ static pd_status open_transfer(pd_worker_setup *setup)
 
     if (status != PD_OK)
         return status;
+    if (pool->kind == PD_MEMORY_HOST && setup->pool_reach == PD_REACH_FABRIC) {
+        pd_log_error("msg=\"transfer.memory: fabric is for a KV pool in a GPU's memory\" device=%s",
+                     setup->pool->device);
+        return PD_E_UNSUPPORTED;
+    }
     pd_transfer_options options = {
         .backend = setup->deployment.transfer.backend,
         .transport = setup->deployment.transfer.transport,
@@ -181,6 +186,7 @@ static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
         .rows_max = pool->chunk_tokens > pool->max_batch ? pool->chunk_tokens : pool->max_batch,
         .slices_max = pool->max_batch,
         .ranks = pool->tensor_parallel,
+        .pool_reach = setup->pool_reach,
     };
 }
 
@@ -246,6 +252,17 @@ static pd_status await_ranks(pd_worker_setup *setup)
 }
 
 /* ---- the engine ---- */
+
+static pd_status choose_reach(pd_worker_setup *setup)
+{
+    const char *memory = setup->deployment.transfer.memory;
+    pd_memory_reach wanted = strcmp(memory, "fabric") == 0  ? PD_REACH_FABRIC
+                             : strcmp(memory, "plain") == 0 ? PD_REACH_HOST
+                                                            : PD_REACH_AUTO;
+
+    return pd_transfer_reach(setup->deployment.transfer.backend,
+                             setup->deployment.transfer.transport, wanted, &setup->pool_reach);
+}
 
 static pd_status create_engine(pd_worker_setup *setup)
 {
@@ -322,6 +339,8 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
     setup->incarnation = pd_random_id();
     if (status == PD_OK)
         status = make_layout(setup);
+    if (status == PD_OK)
+        status = choose_reach(setup);
     if (status == PD_OK)
         status = start_ranks(setup); /* they load while this one does */
     if (status == PD_OK)

@@ -36,6 +36,7 @@ typedef struct pd_worker_setup {
     pd_rank_place place;
     pd_worker_engine *engine;
     pd_worker_pool pool_memory; /* the engine's, if it must be */
+    pd_memory_reach pool_reach; /* as it is asked of the engine */
     pd_sealer sealer;           /* all NULL: seals are off */
     pd_shipper *shipper;
 } pd_worker_setup;

@@ -12,6 +12,7 @@
  * (gpu_broken tells). Any thread, each object by one thread at a time; a thread that works with a
  * gpu calls gpu_use first. */
 
+#include "common/base/memory_kind.h"
 #include "common/base/status.h"
 
 #include <stdbool.h>
@@ -50,13 +51,18 @@ const char *gpu_broken(const gpu *g);
 
 /* Device memory, 256-byte aligned, not cleared. One allocation each, so that it can be exported. */
 PD_CHECKED pd_status gpu_alloc(gpu *g, uint64_t bytes, void **memory_out);
+/* The same for a KV pool, which other processes write. *reach_out is not AUTO; PD_E_UNSUPPORTED:
+ * FABRIC was asked for, and this device, driver or machine gives no such handles (logged). */
+PD_CHECKED pd_status gpu_alloc_pool(gpu *g, uint64_t bytes, pd_memory_reach reach,
+                                    void **memory_out, pd_memory_reach *reach_out);
 void gpu_free(gpu *g, void *memory);
 /* Host memory that copies go to and from without staging. */
 PD_CHECKED pd_status gpu_host_alloc(gpu *g, uint64_t bytes, void **memory_out);
 void gpu_host_free(gpu *g, void *memory);
 
-/* Memory of one process used by another on the same host (tensor-parallel ranks). */
-#define GPU_HANDLE_BYTES 64
+/* Memory of one process used by another on the same host (tensor-parallel ranks). bytes of an
+ * import: as they were allocated. */
+#define GPU_HANDLE_BYTES 72 /* which kind of handle it is, then the driver's 64 */
 PD_CHECKED pd_status gpu_export(gpu *g, void *memory, unsigned char handle_out[GPU_HANDLE_BYTES]);
 PD_CHECKED pd_status gpu_import(gpu *g, const unsigned char handle[GPU_HANDLE_BYTES],
                                 uint64_t bytes, void **memory_out);

@@ -2,6 +2,7 @@
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "kernels/cuda/gpu_fabric.h"
 
 #include <atomic>
 #include <ctype.h>
@@ -274,9 +275,46 @@ pd_status gpu_alloc(gpu *g, uint64_t bytes, void **memory_out)
     return status;
 }
 
+pd_status gpu_alloc_pool(gpu *g, uint64_t bytes, pd_memory_reach reach, void **memory_out,
+                         pd_memory_reach *reach_out)
+{
+    char reason[160] = "";
+
+    if (is_broken(g))
+        return PD_E_INTERNAL;
+    *reach_out = reach == PD_REACH_HOST ? PD_REACH_HOST : PD_REACH_FABRIC;
+    if (reach == PD_REACH_HOST)
+        return gpu_alloc(g, bytes, memory_out);
+    pd_status status = gpu_fabric_alloc(g->device, bytes, memory_out, reason, sizeof reason);
+    if (status == PD_OK)
+        return PD_OK;
+    if (reach == PD_REACH_AUTO && status == PD_E_UNSUPPORTED) {
+        pd_log_info("msg=\"gpu: memory that only this host reaches: %s\" device=%d", reason,
+                    g->device);
+        *reach_out = PD_REACH_HOST;
+        return gpu_alloc(g, bytes, memory_out);
+    }
+    pd_log_error("msg=\"gpu: no memory with a fabric handle: %s\" bytes=%llu device=%d bus=%s",
+                 reason, (unsigned long long)bytes, g->device, g->info.bus);
+    return status;
+}
+
+static void free_fabric(gpu *g, void *memory)
+{
+    char reason[160] = "";
+
+    if (!gpu_fabric_free(memory, reason, sizeof reason))
+        pd_log_error("msg=\"gpu: memory with a fabric handle cannot be given back: %s\" device=%d",
+                     reason, g->device);
+}
+
 void gpu_free(gpu *g, void *memory)
 {
-    if (memory != NULL && !is_broken(g))
+    if (memory == NULL || is_broken(g))
+        return;
+    if (gpu_fabric_has(memory))
+        free_fabric(g, memory);
+    else
         (void)RUN(g, cudaFree(memory), "");
 }
 
@@ -328,16 +366,23 @@ static pd_status range_of(gpu *g, void *memory, void **start_out, uint64_t *byte
     return PD_OK;
 }
 
-pd_status gpu_export(gpu *g, void *memory, unsigned char handle_out[GPU_HANDLE_BYTES])
+/* What a handle's bytes are. */
+typedef struct handle {
+    uint32_t fabric; /* 1: the fabric's; 0: the runtime's */
+    uint32_t pad;    /* 0 */
+    unsigned char bytes[64];
+} handle;
+static_assert(sizeof(handle) == GPU_HANDLE_BYTES, "a handle fits exactly");
+static_assert(sizeof(cudaIpcMemHandle_t) == sizeof(((handle *)0)->bytes), "and the runtime's");
+static_assert(GPU_FABRIC_HANDLE_BYTES == sizeof(((handle *)0)->bytes), "and the fabric's");
+
+static pd_status export_plain(gpu *g, void *memory, handle *out)
 {
-    static_assert(sizeof(cudaIpcMemHandle_t) == GPU_HANDLE_BYTES, "a handle fits exactly");
-    cudaIpcMemHandle_t handle;
+    cudaIpcMemHandle_t plain;
     void *start = NULL;
     uint64_t bytes = 0;
-
-    if (is_broken(g))
-        return PD_E_INTERNAL;
     pd_status status = range_of(g, memory, &start, &bytes);
+
     if (status != PD_OK)
         return status;
     if (start != memory) {
@@ -345,24 +390,38 @@ pd_status gpu_export(gpu *g, void *memory, unsigned char handle_out[GPU_HANDLE_B
                      g->device);
         return PD_E_UNSUPPORTED;
     }
-    status = RUN(g, cudaIpcGetMemHandle(&handle, memory), "");
+    status = RUN(g, cudaIpcGetMemHandle(&plain, memory), "");
     if (status == PD_OK)
-        memcpy(handle_out, &handle, sizeof handle);
+        memcpy(out->bytes, &plain, sizeof plain);
     return status;
 }
 
-pd_status gpu_import(gpu *g, const unsigned char handle[GPU_HANDLE_BYTES], uint64_t bytes,
-                     void **memory_out)
+pd_status gpu_export(gpu *g, void *memory, unsigned char handle_out[GPU_HANDLE_BYTES])
 {
-    cudaIpcMemHandle_t copy;
-    void *memory = NULL, *start = NULL;
-    uint64_t there = 0;
+    char reason[160] = "";
+    handle out = {};
 
     if (is_broken(g))
         return PD_E_INTERNAL;
-    memcpy(&copy, handle, sizeof copy);
+    out.fabric = gpu_fabric_has(memory);
+    pd_status status = out.fabric != 0 ? gpu_fabric_export(memory, out.bytes, reason, sizeof reason)
+                                       : export_plain(g, memory, &out);
+    if (status != PD_OK && out.fabric != 0)
+        pd_log_error("msg=\"gpu: no fabric handle: %s\" device=%d", reason, g->device);
+    if (status == PD_OK)
+        memcpy(handle_out, &out, sizeof out);
+    return status;
+}
+
+static pd_status import_plain(gpu *g, const handle *in, uint64_t bytes, void **memory_out)
+{
+    cudaIpcMemHandle_t plain;
+    void *memory = NULL, *start = NULL;
+    uint64_t there = 0;
+
+    memcpy(&plain, in->bytes, sizeof plain);
     pd_status status =
-        RUN(g, cudaIpcOpenMemHandle(&memory, copy, cudaIpcMemLazyEnablePeerAccess), "");
+        RUN(g, cudaIpcOpenMemHandle(&memory, plain, cudaIpcMemLazyEnablePeerAccess), "");
     if (status != PD_OK)
         return status;
     status = range_of(g, memory, &start, &there);
@@ -379,9 +438,32 @@ pd_status gpu_import(gpu *g, const unsigned char handle[GPU_HANDLE_BYTES], uint6
     return PD_OK;
 }
 
+pd_status gpu_import(gpu *g, const unsigned char handle_in[GPU_HANDLE_BYTES], uint64_t bytes,
+                     void **memory_out)
+{
+    char reason[160] = "";
+    handle in;
+
+    if (is_broken(g))
+        return PD_E_INTERNAL;
+    memcpy(&in, handle_in, sizeof in);
+    if (in.fabric == 0)
+        return import_plain(g, &in, bytes, memory_out);
+    pd_status status =
+        gpu_fabric_import(g->device, in.bytes, bytes, memory_out, reason, sizeof reason);
+    if (status != PD_OK)
+        pd_log_error("msg=\"gpu: memory with a fabric handle cannot be imported: %s\" device=%d",
+                     reason, g->device);
+    return status;
+}
+
 void gpu_unimport(gpu *g, void *memory)
 {
-    if (memory != NULL && !is_broken(g))
+    if (memory == NULL || is_broken(g))
+        return;
+    if (gpu_fabric_has(memory))
+        free_fabric(g, memory);
+    else
         (void)RUN(g, cudaIpcCloseMemHandle(memory), "");
 }
 

@@ -93,8 +93,10 @@ static pd_status join(kern_loaded *model)
                             .comm = o->comm,
                             .calls = o->comm_calls,
                             .part_bytes = model->settings.part_bytes};
-    cu_pool_options pool = {
-        .backend = model->settings.backend, .device = model->device, .device_first = o->device};
+    cu_pool_options pool = {.backend = model->settings.backend,
+                            .device = model->device,
+                            .device_first = o->device,
+                            .reach = o->pool_reach};
     pd_status status = PD_OK;
 
     pd_assert((model->ranks > 1) == (o->comm != NULL));

@@ -132,6 +132,7 @@ static pd_status open_device(const cu_pool *pool, uint32_t rank, gpu **device_ou
 static pd_status alloc_piece(const cu_pool *pool, uint32_t rank, uint64_t bytes)
 {
     piece *p = &pool->pieces[rank];
+    pd_memory_reach reach = PD_REACH_AUTO;
     pd_status status = p->device == NULL ? open_device(pool, rank, &p->device) : PD_OK;
 
     if (status != PD_OK)
@@ -140,7 +141,7 @@ static pd_status alloc_piece(const cu_pool *pool, uint32_t rank, uint64_t bytes)
     uint64_t free_bytes = gpu_info_of(p->device)->memory_free_bytes;
     /* where the runtime's own alignment is a page or more, nothing of the slack is used */
     p->base_bytes = bytes + PAGE_BYTES;
-    status = gpu_alloc(p->device, p->base_bytes, &p->base);
+    status = gpu_alloc_pool(p->device, p->base_bytes, pool->options.reach, &p->base, &reach);
     if (status == PD_OK)
         status = clear(p->device, p->base, p->base_bytes);
     if (status != PD_OK) {
@@ -150,6 +151,8 @@ static pd_status alloc_piece(const cu_pool *pool, uint32_t rank, uint64_t bytes)
                      (unsigned long long)bytes, (unsigned long long)free_bytes);
         return status;
     }
+    pd_log_info("msg=\"%s: the KV pool\" rank=%u memory=%s bytes=%llu", pool->options.backend, rank,
+                pd_memory_reach_name(reach), (unsigned long long)bytes);
     p->memory = (void *)(((uintptr_t)p->base + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
     return PD_OK;
 }

@@ -21,6 +21,7 @@ typedef struct cu_pool_options {
     gpu *device;           /* this rank's; outlives the pool */
     uint32_t device_first; /* the number of rank 0's */
     cu_comm *comm;         /* NULL: alone; outlives the pool */
+    pd_memory_reach reach; /* of the pieces' memory */
 } cu_pool_options;
 
 /* PD_E_NOMEM. */

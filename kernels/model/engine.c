@@ -95,6 +95,7 @@ static pd_status load(kern_engine *engine, const pd_model_file *file,
         .ranks = options->ranks,
         .comm = options->comm,
         .comm_calls = &kern_comm_calls_here,
+        .pool_reach = options->pool_reach,
     };
     engine->backend = choice.backend;
     engine->rank = options->rank;

@@ -20,6 +20,7 @@ typedef struct kern_engine_options {
     uint32_t threads, context_max, rows_max, slices_max, logits_rows_max; /* as the backend's */
     uint32_t rank, ranks;
     struct kern_comm *comm; /* NULL: one rank */
+    pd_memory_reach pool_reach;
 } kern_engine_options;
 
 /* What engines of so many ranks need of their comm's memory, the comm's own included; 0: the device

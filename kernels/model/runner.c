@@ -41,6 +41,7 @@ static kern_engine_options engine_options(const pd_worker_engine_options *option
         .rows_max = options->rows_max,
         .slices_max = options->slices_max,
         .ranks = options->ranks,
+        .pool_reach = options->pool_reach,
     };
 }
 

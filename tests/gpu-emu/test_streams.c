@@ -255,6 +255,24 @@ static void memory_is_shared_by_its_handle(void **state)
     device_clear(d);
 }
 
+static void a_pool_s_memory_reaches_what_was_asked_for_or_is_refused(void **state)
+{
+    device *d = *state;
+    pd_memory_reach reach = PD_REACH_AUTO;
+    void *memory = NULL;
+
+    late(1);
+    assert_int_equal(gpu_alloc_pool(d->gpu, 8192, PD_REACH_FABRIC, &memory, &reach),
+                     PD_E_UNSUPPORTED);
+    assert_int_equal(gpu_alloc_pool(d->gpu, 8192, PD_REACH_AUTO, &memory, &reach), PD_OK);
+    assert_int_equal(reach, PD_REACH_HOST);
+    gpu_free(d->gpu, memory);
+    assert_int_equal(gpu_alloc_pool(d->gpu, 8192, PD_REACH_HOST, &memory, &reach), PD_OK);
+    assert_int_equal(reach, PD_REACH_HOST);
+    gpu_free(d->gpu, memory);
+    device_clear(d);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -266,6 +284,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_broken_device_says_so_to_everyone),
         cmocka_unit_test(copies_stay_within_their_memory),
         cmocka_unit_test(memory_is_shared_by_its_handle),
+        cmocka_unit_test(a_pool_s_memory_reaches_what_was_asked_for_or_is_refused),
     };
 
     if (argc == 2 && strlen(argv[1]) == 2 * GPU_HANDLE_BYTES)

@@ -36,7 +36,7 @@ DOORS = [
     (r"yaml\.h", r"common/config/yaml\.c"),
     (r"pcre2(posix)?\.h", r"common/text/tokenizer\.c"),
     (r"zmq(_utils)?\.h", r"common/wire/bus\.c"),
-    (r"(ucp|uct|ucs|ucm)/.*", r"common/transfer/ucx(_context)?\.[ch]|tests/bench/put_bench\.c"),
+    (r"(ucp|uct|ucs|ucm)/.*", r"common/transfer/ucx(_context|_pool)?\.[ch]|tests/bench/put_bench\.c"),
     (r"nccl\.h", r"tests/unit/transfer/test_nccl_abi\.c"),
     (r"cublasLt\.h", r"kernels/cuda/blaslt_cuda\.cu"),
     (r"cuda.*", r"((kernels/cuda|tests/gpu)/.*|tests/unit/transfer/test_nccl_abi\.c)"),

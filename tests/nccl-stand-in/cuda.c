@@ -19,6 +19,7 @@ enum {
     INVALID_CONTEXT = 201,
     NOT_READY = 600,
     DEVICE_ORDINAL = 9,
+    LEGACY_IPC = 10,
     RDMA_FLUSH = 117,
     DMA_BUF = 124,
     DEVICES = 4,
@@ -97,9 +98,10 @@ static int device_of(uintptr_t pointer)
 
 EXPORT int cuPointerGetAttribute(void *value, int attribute, uintptr_t pointer)
 {
-    if (attribute != DEVICE_ORDINAL || pointer == 0)
+    if ((attribute != DEVICE_ORDINAL && attribute != LEGACY_IPC) || pointer == 0)
         return INVALID_VALUE;
-    *(int *)value = device_of(pointer);
+    *(int *)value =
+        attribute == DEVICE_ORDINAL ? device_of(pointer) : getenv("CUDA_STAND_IN_FABRIC") == NULL;
     return SUCCESS;
 }
 

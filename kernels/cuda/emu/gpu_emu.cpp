@@ -121,6 +121,17 @@ pd_status gpu_alloc(gpu *g, uint64_t bytes, void **memory_out)
     return alloc(g, bytes, false, memory_out);
 }
 
+pd_status gpu_alloc_pool(gpu *g, uint64_t bytes, pd_memory_reach reach, void **memory_out,
+                         pd_memory_reach *reach_out)
+{
+    if (reach == PD_REACH_FABRIC) {
+        pd_log_error("msg=\"emulated gpu: no fabric joins it to others\"");
+        return PD_E_UNSUPPORTED;
+    }
+    *reach_out = PD_REACH_HOST;
+    return gpu_alloc(g, bytes, memory_out);
+}
+
 void gpu_free(gpu *g, void *memory)
 {
     release(g, memory);
@@ -138,7 +149,8 @@ void gpu_host_free(gpu *g, void *memory)
 
 pd_status gpu_export(gpu *g, void *memory, unsigned char handle_out[GPU_HANDLE_BYTES])
 {
-    static_assert(EMU_HANDLE_BYTES == GPU_HANDLE_BYTES, "a handle fits exactly");
+    static_assert(EMU_HANDLE_BYTES <= GPU_HANDLE_BYTES, "a handle fits");
+    memset(handle_out, 0, GPU_HANDLE_BYTES);
     emu_memory_lock();
     pd_status status = emu_memory_export(g->memory, memory, handle_out);
     emu_memory_unlock();

@@ -107,6 +107,21 @@ static void nics_reach_gpus_by_a_module_or_by_dma_buf(void **state)
     }
 }
 
+static void memory_that_other_hosts_reach_is_told_from_plain(void **state)
+{
+    pd_transfer_options options = options_for_gpus();
+    pd_gpus gpus;
+    (void)state;
+    assert_int_equal(pd_gpus_open(&gpus, &options), PD_OK);
+    assert_false(gpus.fabric);
+    pd_gpus_close(&gpus);
+    setenv("CUDA_STAND_IN_FABRIC", "1", 1);
+    assert_int_equal(pd_gpus_open(&gpus, &options), PD_OK);
+    assert_true(gpus.fabric);
+    pd_gpus_close(&gpus);
+    unsetenv("CUDA_STAND_IN_FABRIC");
+}
+
 static void host_memory_has_none(void **state)
 {
     pd_transfer_options options = {.pool_kind = PD_MEMORY_HOST, .pieces = 1};
@@ -125,6 +140,7 @@ int main(void)
         cmocka_unit_test(each_piece_is_copied_on_its_own_device),
         cmocka_unit_test(what_nics_wrote_is_waited_for_where_the_platform_does_not),
         cmocka_unit_test(nics_reach_gpus_by_a_module_or_by_dma_buf),
+        cmocka_unit_test(memory_that_other_hosts_reach_is_told_from_plain),
         cmocka_unit_test(host_memory_has_none),
     };
     pd_log_init("test", PD_LOG_ERROR);

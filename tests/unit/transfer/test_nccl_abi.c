@@ -60,6 +60,7 @@ static void values_are_those_of_the_headers(void **state)
     assert_int_equal(CUDA_SUCCESS, PD_CU_SUCCESS);
     assert_int_equal(CUDA_ERROR_NOT_READY, PD_CU_NOT_READY);
     assert_int_equal(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, PD_CU_POINTER_DEVICE_ORDINAL);
+    assert_int_equal(CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, PD_CU_POINTER_LEGACY_IPC);
     assert_int_equal(CU_STREAM_NON_BLOCKING, PD_CU_STREAM_NON_BLOCKING);
     assert_int_equal(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS,
                      PD_CU_DEVICE_RDMA_FLUSH);

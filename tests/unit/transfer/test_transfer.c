@@ -13,6 +13,7 @@
 #include "common/base/hash.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/transfer/ucx_context.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -474,6 +475,45 @@ static void what_cannot_be_made_is_refused_without_a_trace(void **state)
     assert_int_equal(pd_mem_live(), live);
 }
 
+/* rdma is of no help here, where there are no NICs, and of no harm: two on one host share memory.
+ */
+static void who_may_write_from_afar_is_known(void **state)
+{
+    static const struct {
+        const char *transport;
+        bool afar;
+    } known[] = {{"auto", false}, {"shm", false}, {"tcp", false}, {"rdma", true}};
+    (void)state;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        pd_transfer *transfer = sender_create(known[i].transport, 0);
+        assert_true(pd_transfer_written_from_afar(transfer) == known[i].afar);
+        pd_transfer_destroy(transfer);
+    }
+}
+
+/* UCX's own minor version decides; in both it was tested with the answer is known. */
+static void memory_for_a_fabric_is_asked_for_where_it_is_of_use(void **state)
+{
+    static const char *const transports[] = {"auto", "shm", "tcp", "rdma"};
+    pd_memory_reach reach;
+    unsigned major, minor, release;
+    (void)state;
+    ucp_get_version(&major, &minor, &release);
+    for (size_t i = 0; i < sizeof transports / sizeof *transports; i++) {
+        const char *t = transports[i];
+        bool carried = minor >= 18 && strcmp(t, "tcp") != 0, far = strcmp(t, "shm") != 0;
+        assert_int_equal(pd_transfer_reach("ucx", t, PD_REACH_AUTO, &reach), PD_OK);
+        assert_int_equal(reach, carried && far ? PD_REACH_AUTO : PD_REACH_HOST);
+        assert_int_equal(pd_transfer_reach("ucx", t, PD_REACH_HOST, &reach), PD_OK);
+        assert_int_equal(reach, PD_REACH_HOST);
+        assert_int_equal(pd_transfer_reach("ucx", t, PD_REACH_FABRIC, &reach),
+                         carried ? PD_OK : PD_E_UNSUPPORTED);
+        assert_int_equal(pd_transfer_reach("nccl", t, PD_REACH_AUTO, &reach), PD_OK);
+        assert_int_equal(reach, PD_REACH_HOST);
+        assert_int_equal(pd_transfer_reach("nccl", t, PD_REACH_FABRIC, &reach), PD_E_UNSUPPORTED);
+    }
+}
+
 static int nothing_is_left(void **state)
 {
     (void)state;
@@ -577,6 +617,10 @@ int main(int argc, char **argv)
         BOTH(addresses_that_are_none_are_refused),
         BOTH(a_peer_on_another_transport_is_told_apart),
         cmocka_unit_test(what_cannot_be_made_is_refused_without_a_trace),
+        {"all_bytes_are_there_when_the_notice_arrives/rdma",
+         all_bytes_are_there_when_the_notice_arrives, NULL, NULL, "rdma"},
+        cmocka_unit_test(who_may_write_from_afar_is_known),
+        cmocka_unit_test(memory_for_a_fabric_is_asked_for_where_it_is_of_use),
     };
     return cmocka_run_group_tests(tests, NULL, nothing_is_left);
 }
