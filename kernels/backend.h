@@ -20,6 +20,7 @@
  * the step or the seals cannot be trusted, and when `broken` says something, nothing after them
  * will be. */
 
+#include "common/base/device_place.h"
 #include "common/base/log.h"
 #include "common/base/memory_kind.h"
 #include "common/kv/seal.h"
@@ -98,6 +99,9 @@ typedef struct kern_backend {
     int (*probe)(uint32_t device, char *reason, size_t reason_size);
     /* For a plugin's own copy of common/base/log: as pd_log_init. NULL: nothing to do. */
     void (*attach)(const char *service, pd_log_level level);
+    /* Where the device of options' rank sits, before anything is made on it. NULL: nowhere but on
+     * the host's cores. Of options: device, rank, ranks. Errors: as create's. */
+    pd_status (*locate)(const kern_backend_options *options, pd_device_place *place_out);
 
     /* What so many ranks need of their comm's memory, all of their life; 0: there cannot be so many
      * here (logged). layout: of the pool that they will be bound to. */

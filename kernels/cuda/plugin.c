@@ -1,6 +1,7 @@
 #include "kernels/cuda/plugin.h"
 
 #include "common/base/log.h"
+#include "kernels/cuda/devices.h"
 
 #include <stdio.h>
 
@@ -33,6 +34,24 @@ uint64_t cu_plugin_shared_bytes(const char *backend, const kern_backend_options 
     const cu_model_settings settings = {.backend = backend};
 
     return cu_model_shared_bytes(options, &settings);
+}
+
+pd_status cu_plugin_locate(const kern_backend_options *options, pd_device_place *place_out)
+{
+    uint32_t device, ranks = options->ranks > 0 ? options->ranks : 1;
+    gpu *g = NULL;
+    pd_status status =
+        cu_device_of_rank("placement", options->device, options->rank, ranks, &device);
+
+    if (status == PD_OK)
+        status = gpu_open(device, &g);
+    if (status != PD_OK)
+        return status;
+    const gpu_info *info = gpu_info_of(g);
+    *place_out = (pd_device_place){.numa_node = info->numa_node};
+    snprintf(place_out->bus, sizeof place_out->bus, "%s", info->bus);
+    gpu_close(g);
+    return PD_OK;
 }
 
 pd_status cu_plugin_create(const char *backend, const pd_model_file *file,

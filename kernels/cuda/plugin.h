@@ -11,6 +11,8 @@
 /* Whether the device can be had, and its name; the score is `score` then. */
 int cu_plugin_probe(uint32_t device, int score, char *reason, size_t reason_size);
 uint64_t cu_plugin_shared_bytes(const char *backend, const kern_backend_options *options);
+PD_CHECKED pd_status cu_plugin_locate(const kern_backend_options *options,
+                                      pd_device_place *place_out);
 PD_CHECKED pd_status cu_plugin_create(const char *backend, const pd_model_file *file,
                                       const kern_backend_options *options, kern_loaded **model_out);
 
@@ -18,7 +20,7 @@ PD_CHECKED pd_status cu_plugin_create(const char *backend, const pd_model_file *
  */
 #define CU_PLUGIN_TABLE                                                                            \
     .abi = KERN_BACKEND_ABI, .struct_bytes = sizeof(kern_backend), .pool_own = true,               \
-    .attach = pd_log_init, .destroy = cu_model_destroy, .describe = cu_model_describe,             \
-    .bytes = cu_model_bytes, .broken = cu_model_broken, .pool_alloc = cu_model_pool_alloc,         \
-    .pool_free = cu_model_pool_free, .bind = cu_model_bind, .step = cu_model_step,                 \
-    .seal = cu_model_seal, .check = cu_model_check
+    .attach = pd_log_init, .locate = cu_plugin_locate, .destroy = cu_model_destroy,                \
+    .describe = cu_model_describe, .bytes = cu_model_bytes, .broken = cu_model_broken,             \
+    .pool_alloc = cu_model_pool_alloc, .pool_free = cu_model_pool_free, .bind = cu_model_bind,     \
+    .step = cu_model_step, .seal = cu_model_seal, .check = cu_model_check
