@@ -121,6 +121,29 @@ static void print_ranks(const report *r, const state_service *service)
     printf("\n");
 }
 
+/* "decode-0: GPU 0000:1b:00.0, NUMA node 0, NIC mlx5_0 (eth2) behind one bridge, CPUs 0-31" */
+static void print_placement(const report *r, const state_service *service)
+{
+    const pd_json *worker = worker_of(r, service->name);
+    const pd_json *placement = worker != NULL ? pd_json_get(worker, "placement") : NULL;
+    char gpu[32], node[24], nic[72], distance[32], cpus[96];
+
+    if (placement == NULL)
+        return;
+    write_member(placement, "gpu", gpu, sizeof gpu);
+    write_member(placement, "numa_node", node, sizeof node);
+    write_member(placement, "nic", nic, sizeof nic);
+    write_member(placement, "nic_distance", distance, sizeof distance);
+    write_member(placement, "cpus", cpus, sizeof cpus);
+    const pd_json *bound = pd_json_get(placement, "bound");
+    bool has_nic = strcmp(nic, "-") != 0;
+    printf("%s: %s%s, NUMA node %s, NIC %s%s%s, CPUs %s%s\n", service->name,
+           strcmp(gpu, "-") == 0 ? "host's cores" : "GPU ", strcmp(gpu, "-") == 0 ? "" : gpu,
+           strcmp(node, "-") == 0 ? "unknown" : node, has_nic ? nic : "unknown", has_nic ? " " : "",
+           has_nic ? distance : "", strcmp(cpus, "-") == 0 ? "unknown" : cpus,
+           bound != NULL && pd_json_bool(bound) ? "" : " (not bound)");
+}
+
 static void print_table(const report *r)
 {
     printf("cluster %s: %s, http://%s, supervisor pid %d\n", r->s.cluster,
@@ -134,6 +157,8 @@ static void print_table(const report *r)
         print_service(r, &r->s.services[i]);
     for (uint32_t i = 0; i < r->s.services_count; i++)
         print_ranks(r, &r->s.services[i]);
+    for (uint32_t i = 0; i < r->s.services_count; i++)
+        print_placement(r, &r->s.services[i]);
     for (uint32_t i = 0; i < r->s.services_count; i++) {
         if (r->s.services[i].last_error[0] != '\0')
             printf("%s: its last run %s\n", r->s.services[i].name, r->s.services[i].last_error);

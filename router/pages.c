@@ -40,6 +40,32 @@ typedef struct workers_page {
     uint32_t count;
 } workers_page;
 
+/* What is not known is null. */
+static void write_placement(pd_buf *out, const pd_msg_placement *placement)
+{
+    const struct {
+        const char *name, *text;
+    } texts[] = {{"gpu", placement->bus},
+                 {"nic", placement->nic},
+                 {"nic_distance", placement->nic_distance},
+                 {"cpus", placement->cpus}};
+
+    pd_buf_puts(out, ",\"placement\":{");
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        pd_buf_printf(out, "\"%s\":", texts[i].name);
+        if (texts[i].text[0] == '\0')
+            pd_buf_puts(out, "null");
+        else
+            write_text(out, texts[i].text);
+        pd_buf_puts(out, ",");
+    }
+    if (placement->numa_node < 0)
+        pd_buf_puts(out, "\"numa_node\":null");
+    else
+        pd_buf_printf(out, "\"numa_node\":%" PRId32, placement->numa_node);
+    pd_buf_printf(out, ",\"bound\":%s}", placement->bound ? "true" : "false");
+}
+
 static void write_worker(void *ctx, const router_worker_view *view)
 {
     workers_page *page = ctx;
@@ -54,7 +80,9 @@ static void write_worker(void *ctx, const router_worker_view *view)
     pd_buf_printf(out, ",\"tensor_parallel\":%u,\"rank_pids\":[", view->rank_pids_count + 1);
     for (uint32_t i = 0; i < view->rank_pids_count; i++)
         pd_buf_printf(out, "%s%" PRId64, i > 0 ? "," : "", view->rank_pids[i]);
-    pd_buf_puts(out, "],\"transfer\":");
+    pd_buf_puts(out, "]");
+    write_placement(out, view->placement);
+    pd_buf_puts(out, ",\"transfer\":");
     write_text(out, view->transfer);
     pd_buf_puts(out, ",\"lanes\":");
     write_text(out, view->lanes);

@@ -122,7 +122,7 @@ typedef struct pd_deployment {
     struct {
         const char *backend;   /* "ucx", "nccl" */
         const char *transport; /* "auto", "shm", "tcp", "rdma" */
-        const char *device;    /* network device for tcp: "lo" */
+        const char *device;    /* network device for tcp, NIC for rdma; "auto" */
         const char *memory;    /* a GPU's pool: "auto", "plain", "fabric" */
         bool seals;            /* checked on arrival */
         bool overlap;          /* blocks leave while later ones are computed */

@@ -122,8 +122,8 @@ const pd_key pd_schema[] = {
     {"transfer.transport", PD_KEY_CHOICE, AT(transfer.transport), 0, 0, "auto", "auto|shm|tcp|rdma",
      "auto: shared memory (GPUs: cuda_ipc) within a host, else tcp; rdma: between hosts NICs; with "
      "nccl: of messages alone"},
-    {"transfer.device", PD_KEY_STRING, AT(transfer.device), 1, 63, "lo", NULL,
-     "network device for tcp, or NIC for rdma (lo: the nearest)"},
+    {"transfer.device", PD_KEY_STRING, AT(transfer.device), 1, 63, "auto", NULL,
+     "network device for tcp, or NIC for rdma; auto: the nearest, and for tcp on one host lo"},
     {"transfer.memory", PD_KEY_CHOICE, AT(transfer.memory), 0, 0, "auto", "auto|plain|fabric",
      "a GPU's pool; fabric: other hosts' GPUs reach it over NVLink; auto: so where it can be had"},
     {"transfer.seals", PD_KEY_BOOL, AT(transfer.seals), 0, 0, "true", NULL,

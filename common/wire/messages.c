@@ -61,6 +61,7 @@ typedef struct packing {
     Kvw__Key key;
     Kvw__Sampling sampling;
     Kvw__Ledger ledger;
+    Kvw__Placement placement;
     Kvw__Peer peer;
     uint8_t fingerprint[HASH_BYTES];
     void *scratch; /* freed after packing */
@@ -154,6 +155,18 @@ static char *text(const char *bytes)
     return (char *)(uintptr_t)bytes; /* protobuf-c's structs are not const; packing only reads */
 }
 
+static Kvw__Placement *pack_placement(packing *pack, const pd_msg_placement *in)
+{
+    kvw__placement__init(&pack->placement);
+    pack->placement.bus = text(in->bus);
+    pack->placement.numa_node = in->numa_node;
+    pack->placement.nic = text(in->nic);
+    pack->placement.nic_distance = text(in->nic_distance);
+    pack->placement.cpus = text(in->cpus);
+    pack->placement.bound = in->bound;
+    return &pack->placement;
+}
+
 static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
 {
     Kvw__Hello *out = &pack->body.hello;
@@ -184,6 +197,7 @@ static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
     pd_assert(in->rank_pids_count <= PD_MSG_RANKS_MAX);
     out->n_rank_pids = in->rank_pids_count;
     out->rank_pids = (int64_t *)in->rank_pids; /* packing reads it */
+    out->placement = pack_placement(pack, &in->placement);
     pack->envelope.body_case = KVW__ENVELOPE__BODY_HELLO;
     pack->envelope.hello = out;
     return PD_OK;

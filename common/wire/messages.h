@@ -70,6 +70,16 @@ typedef enum pd_finish {
 
 #define PD_MSG_RANKS_MAX 63 /* of a worker, besides its first */
 
+/* Where in its machine a worker runs: for people to read. */
+typedef struct pd_msg_placement {
+    char bus[32];      /* of its GPU; "": the host's cores compute */
+    int32_t numa_node; /* -1: unknown */
+    char nic[72];      /* "mlx5_0 (eth2)"; "": unknown */
+    char nic_distance[24];
+    char cpus[96];
+    bool bound; /* it runs on these alone */
+} pd_msg_placement;
+
 typedef struct pd_msg_hello {
     uint32_t wire_version;
     char name[PD_NAME_BYTES]; /* "decode-0": unique in the cluster */
@@ -92,6 +102,7 @@ typedef struct pd_msg_hello {
     uint64_t started; /* as in pd_msg_peer */
     int64_t rank_pids[PD_MSG_RANKS_MAX]; /* of tensor-parallel ranks 1 .. */
     uint32_t rank_pids_count;
+    pd_msg_placement placement;
     /* Counts how often this incarnation began anew with this router. What it had of an earlier
      * session is dropped: the router ends or retries that at once. */
     uint32_t session;

@@ -121,6 +121,21 @@ static void take_hashes(unpacking *un, ProtobufCBinaryData in, const pd_hash128 
     *count_out = (uint32_t)count;
 }
 
+static void take_placement(unpacking *un, const Kvw__Placement *in, pd_msg_placement *out)
+{
+    if (in == NULL) {
+        out->numa_node = -1;
+        return;
+    }
+    take_text(un, in->bus, out->bus, sizeof out->bus, true, "placement.bus is too long");
+    out->numa_node = in->numa_node < 0 ? -1 : in->numa_node;
+    take_text(un, in->nic, out->nic, sizeof out->nic, true, "placement.nic is too long");
+    take_text(un, in->nic_distance, out->nic_distance, sizeof out->nic_distance, true,
+              "placement.nic_distance is too long");
+    take_text(un, in->cpus, out->cpus, sizeof out->cpus, true, "placement.cpus is too long");
+    out->bound = in->bound;
+}
+
 static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
 {
     out->wire_version = in->wire_version;
@@ -153,6 +168,7 @@ static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
     out->host = in->host;
     out->started = in->started;
     out->session = in->session;
+    take_placement(un, in->placement, &out->placement);
     if (in->n_rank_pids > PD_MSG_RANKS_MAX) {
         refuse(un, "too many ranks");
         return;

@@ -3,6 +3,7 @@
 /* common/worker/engine.h - what runs steps, as the runtime sees it. kernels/model/runner fills it;
  * common itself knows no kernels. */
 
+#include "common/base/device_place.h"
 #include "common/base/memory_kind.h"
 #include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
@@ -39,6 +40,9 @@ typedef struct pd_worker_engine_ops {
      * (logged). layout: of the pool. *pool_own_out: the pool is rank 0's engine's own. */
     uint64_t (*shared_bytes)(const pd_model_file *file, const pd_worker_engine_options *options,
                              const pd_kv_layout *layout, bool seals, bool *pool_own_out);
+    /* Where the device sits that this rank would compute on. PD_E_NOT_FOUND (not logged): it is the
+     * host's cores. */
+    pd_status (*locate)(const pd_worker_engine_options *options, pd_device_place *place_out);
     /* file must outlive the engine. */
     pd_status (*create)(const pd_model_file *file, const pd_worker_engine_options *options,
                         pd_worker_engine **engine_out);

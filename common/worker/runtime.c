@@ -192,6 +192,19 @@ static pd_status act_verify(void *ctx, const pd_check *check)
 
 /* ---- words to the router ---- */
 
+static void tell_placement(const pd_placement *from, pd_msg_placement *to)
+{
+    snprintf(to->bus, sizeof to->bus, "%s", from->bus);
+    to->numa_node = from->numa_node;
+    if (from->rdma[0] != '\0' || from->net[0] != '\0') {
+        pd_placement_nic(from, to->nic);
+        snprintf(to->nic_distance, sizeof to->nic_distance, "%s",
+                 pd_pci_distance_name(from->nic_distance));
+    }
+    pd_placement_cpus(from, to->cpus);
+    to->bound = from->bound;
+}
+
 static void say_hello(worker *w)
 {
     const pd_worker_setup *s = &w->setup;
@@ -220,6 +233,7 @@ static void say_hello(worker *w)
     hello->pid = getpid();
     for (uint32_t rank = 1; s->ranks != NULL && rank < pd_ranks_count(s->ranks); rank++)
         hello->rank_pids[hello->rank_pids_count++] = pd_ranks_pid(s->ranks, rank);
+    tell_placement(&s->placement, &hello->placement);
     hello->host = w->host;
     hello->started = w->started;
     hello->session = w->session;

@@ -126,16 +126,132 @@ static pd_status make_layout(pd_worker_setup *setup)
     return status;
 }
 
-/* This host's CPUs, shared out among its workers and their ranks. */
-static uint32_t threads_of(const pd_worker_setup *setup)
+/* ---- the place in the machine ---- */
+
+/* What this process may run on; a set that cannot be told (more CPUs than cpu_set_t holds) is one
+ * CPU, and nothing is bound. */
+static cpu_set_t usable_cpus(void)
 {
     cpu_set_t cpus;
 
-    if (setup->pool->threads != 0)
-        return setup->pool->threads;
-    int usable = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
-    uint32_t each = (uint32_t)usable / pd_deployment_processes(&setup->deployment);
+    if (sched_getaffinity(0, sizeof cpus, &cpus) != 0) {
+        pd_log_warn("msg=\"which CPUs may be used cannot be told: %m\"");
+        CPU_ZERO(&cpus);
+        CPU_SET(0, &cpus);
+    }
+    return cpus;
+}
+
+/* This host's CPUs, shared out among its workers and their ranks. */
+static uint32_t threads_of(const pd_worker_setup *setup, const pd_deployment_pool *pool,
+                           const cpu_set_t *usable)
+{
+    if (pool->threads != 0)
+        return pool->threads;
+    uint32_t each = (uint32_t)CPU_COUNT(usable) / pd_deployment_processes(&setup->deployment);
     return each > 0 ? each : 1;
+}
+
+static bool on_cores(const pd_deployment_pool *pool)
+{
+    return strncmp(pool->device, "cpu", 3) == 0;
+}
+
+/* Threads of each worker on the host's cores that comes before this one: prefill-0, prefill-1, ...,
+ * decode-0, ... Returns how many. */
+static uint32_t workers_before(const pd_worker_setup *setup, const cpu_set_t *usable,
+                               uint32_t before[PD_DEPLOYMENT_WORKERS_MAX * 2])
+{
+    const pd_deployment *d = &setup->deployment;
+    const pd_deployment_pool *const pools[] = {&d->prefill, &d->decode};
+    uint64_t own = strtoull(strrchr(setup->options->name, '-') + 1, NULL, 10);
+    uint32_t count = 0;
+
+    for (int i = 0; i < 2; i++) {
+        bool ours = pools[i] == setup->pool;
+        uint32_t workers = ours ? (uint32_t)own : pools[i]->workers;
+        for (uint32_t n = 0; n < workers && (on_cores(pools[i]) || ours); n++)
+            before[count++] = threads_of(setup, pools[i], usable) * pools[i]->tensor_parallel;
+        if (ours)
+            break;
+    }
+    return count;
+}
+
+/* Ranks start before rank 0 takes its place, so that each finds its own in the whole machine. */
+static pd_status take_place(pd_worker_setup *setup)
+{
+    uint32_t before[PD_DEPLOYMENT_WORKERS_MAX * 2];
+    pd_worker_engine_options engine = {.device = setup->pool->device,
+                                       .ranks = setup->pool->tensor_parallel};
+    pd_placement_options options = {
+        .sysfs = "/sys", .usable = usable_cpus(), .before = before, .carries = pd_net_has_address};
+    char cpus[PD_PLACEMENT_CPUS_BYTES], nic[PD_PLACEMENT_NIC_BYTES], node[16] = "unknown";
+    pd_device_place device;
+
+    if (setup->place.ranks > 1)
+        engine.place = &setup->place;
+    setup->threads = threads_of(setup, setup->pool, &options.usable);
+    options.threads = setup->threads;
+    pd_status status = setup->options->engine->locate(&engine, &device);
+    if (status == PD_OK && device.bus[0] != '\0') {
+        options.device = &device;
+    } else if (status == PD_OK || status == PD_E_NOT_FOUND) { /* an emulated one is on the cores */
+        options.threads *= setup->pool->tensor_parallel;
+        options.before_count = workers_before(setup, &options.usable, before);
+    } else {
+        return status;
+    }
+    pd_placement *placement = &setup->placement;
+    pd_placement_choose(&options, placement);
+    pd_placement_apply(placement);
+    pd_placement_cpus(placement, cpus);
+    pd_placement_nic(placement, nic);
+    if (placement->numa_node >= 0)
+        snprintf(node, sizeof node, "%d", placement->numa_node);
+    pd_log_info("msg=\"placed\" gpu=%s numa_node=%s nic=\"%s\" nic_is=\"%s\" cpus=%s bound=%d "
+                "near_memory=%d",
+                options.device == NULL ? "none" : placement->bus, node, nic,
+                pd_pci_distance_name(placement->nic_distance), cpus, placement->bound,
+                placement->near_memory);
+    return PD_OK;
+}
+
+/* With rdma, auto is the NIC nearest to the one GPU (or the cores); where there are several, UCX
+ * has to take one for each, which is what "lo" says there. */
+static const char *rdma_device(pd_worker_setup *setup)
+{
+    const pd_placement *placement = &setup->placement;
+
+    if (placement->rdma[0] == '\0' || !placement->nic_up || setup->pool->tensor_parallel > 1)
+        return "lo";
+    snprintf(setup->nic_port, sizeof setup->nic_port, "%s:1", placement->rdma);
+    return setup->nic_port;
+}
+
+/* With tcp, auto is the nearest network device where workers are on several hosts, that is, where
+ * the router is not reached by loopback; else nobody listens on a network. */
+static const char *network_device(pd_worker_setup *setup)
+{
+    static const char *const local[] = {"tcp://127.", "tcp://localhost", "tcp://[::1]"};
+    const char *device = setup->deployment.transfer.device;
+    const char *control = setup->deployment.router.control;
+    bool far = strncmp(control, "tcp://", 6) == 0;
+
+    if (strcmp(device, "auto") != 0)
+        return device;
+    if (strcmp(setup->deployment.transfer.transport, "rdma") == 0)
+        return rdma_device(setup);
+    for (size_t i = 0; i < sizeof local / sizeof *local; i++)
+        far = far && strncmp(control, local[i], strlen(local[i])) != 0;
+    if (!far || strcmp(setup->deployment.transfer.transport, "shm") == 0)
+        return "lo";
+    if (setup->placement.net_carries)
+        return setup->placement.net;
+    pd_log_warn(
+        "msg=\"no network device near this worker is up and has an address: KV goes over lo, "
+        "which other hosts do not reach; transfer.device names one\"");
+    return "lo";
 }
 
 static pd_status open_transfer(pd_worker_setup *setup)
@@ -154,7 +270,7 @@ static pd_status open_transfer(pd_worker_setup *setup)
     pd_transfer_options options = {
         .backend = setup->deployment.transfer.backend,
         .transport = setup->deployment.transfer.transport,
-        .device = setup->deployment.transfer.device,
+        .device = network_device(setup),
         .pool_bytes = setup->layout.pool_bytes,
         .pool = setup->ranks != NULL ? pd_ranks_pool(setup->ranks) : NULL,
         .pieces = pool->pieces,
@@ -181,7 +297,7 @@ static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
 
     return (pd_worker_engine_options){
         .device = pool->device,
-        .threads = threads_of(setup),
+        .threads = setup->threads,
         .context_max = setup->context,
         .rows_max = pool->chunk_tokens > pool->max_batch ? pool->chunk_tokens : pool->max_batch,
         .slices_max = pool->max_batch,
@@ -344,6 +460,8 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
     if (status == PD_OK)
         status = start_ranks(setup); /* they load while this one does */
     if (status == PD_OK)
+        status = take_place(setup);
+    if (status == PD_OK)
         status = create_engine(setup);
     if (status == PD_OK)
         status = open_transfer(setup);
@@ -362,7 +480,7 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
     pd_log_info("msg=\"loaded\" model=%s backend=\"%s\" ranks=%u threads=%u context=%u blocks=%u "
                 "pool_bytes=%llu shared_bytes=%llu engine_bytes=%llu",
                 setup->deployment.model.name, engine->backend(setup->engine), setup->layout.ranks,
-                threads_of(setup), setup->context, setup->layout.blocks,
+                setup->threads, setup->context, setup->layout.blocks,
                 (unsigned long long)setup->layout.pool_bytes,
                 (unsigned long long)setup->place.shared_bytes,
                 (unsigned long long)engine->bytes(setup->engine));
@@ -388,6 +506,8 @@ pd_status pd_worker_setup_open_rank(pd_worker_setup *setup, const pd_rank_start 
     status = memory.shared_bytes == 0 ? PD_E_UNSUPPORTED
                                       : pd_rank_attach(start, &memory, &setup->place, &pool);
     if (status == PD_OK)
+        status = take_place(setup);
+    if (status == PD_OK)
         status = create_engine(setup);
     if (status == PD_OK)
         status = bind_engine(setup, pool);
@@ -395,7 +515,7 @@ pd_status pd_worker_setup_open_rank(pd_worker_setup *setup, const pd_rank_start 
         return status;
     pd_log_info("msg=\"loaded\" rank=%u of=%u backend=\"%s\" threads=%u pool_bytes=%llu "
                 "engine_bytes=%llu",
-                start->rank, start->ranks, engine->backend(setup->engine), threads_of(setup),
+                start->rank, start->ranks, engine->backend(setup->engine), setup->threads,
                 (unsigned long long)setup->layout.rank_bytes,
                 (unsigned long long)engine->bytes(setup->engine));
     return PD_OK;

@@ -9,6 +9,7 @@
 #include "common/model_file/model_file.h"
 #include "common/transfer/transfer.h"
 #include "common/worker/engine.h"
+#include "common/worker/placement.h"
 #include "common/worker/role.h"
 #include "common/worker/ship.h"
 
@@ -28,6 +29,9 @@ typedef struct pd_worker_setup {
     bool deployed;
     const pd_deployment_pool *pool; /* of the role, in deployment */
     uint32_t context;
+    uint32_t threads; /* that compute, of one rank */
+    pd_placement placement;
+    char nic_port[40]; /* "mlx5_0:1", where the placement chose it for the transfer */
     uint64_t incarnation;
     pd_model_file *model;
     pd_kv_layout layout;

@@ -107,6 +107,20 @@ static pd_status load(kern_engine *engine, const pd_model_file *file,
     return status == PD_OK ? engine->backend->create(file, &backend, &engine->model) : status;
 }
 
+pd_status kern_engine_locate(const kern_engine_options *options, pd_device_place *place_out)
+{
+    kern_choice choice;
+    pd_status status = kern_backend_choose(options->device, &choice);
+
+    if (status != PD_OK)
+        return status;
+    if (choice.backend->locate == NULL)
+        return PD_E_NOT_FOUND;
+    const kern_backend_options backend = {
+        .device = choice.device, .rank = options->rank, .ranks = options->ranks};
+    return choice.backend->locate(&backend, place_out);
+}
+
 uint64_t kern_engine_shared_bytes(const pd_model_file *file, const kern_engine_options *options,
                                   const pd_kv_layout *layout, bool seals, bool *pool_own_out)
 {

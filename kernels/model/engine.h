@@ -23,6 +23,10 @@ typedef struct kern_engine_options {
     pd_memory_reach pool_reach;
 } kern_engine_options;
 
+/* Where the device of options' rank sits. PD_E_NOT_FOUND (not logged): it is the host's cores. */
+PD_CHECKED pd_status kern_engine_locate(const kern_engine_options *options,
+                                        pd_device_place *place_out);
+
 /* What engines of so many ranks need of their comm's memory, the comm's own included; 0: the device
  * has not so many here (logged). layout: of the pool that they will be bound to. *pool_own_out:
  * rank 0's engine has the pool (kern_engine_pool_alloc), it need not be shared. */

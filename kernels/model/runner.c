@@ -45,6 +45,14 @@ static kern_engine_options engine_options(const pd_worker_engine_options *option
     };
 }
 
+static pd_status runner_locate(const pd_worker_engine_options *options, pd_device_place *place_out)
+{
+    kern_engine_options kernel = engine_options(options);
+
+    kernel.rank = options->place != NULL ? options->place->rank : 0;
+    return kern_engine_locate(&kernel, place_out);
+}
+
 static uint64_t runner_shared_bytes(const pd_model_file *file,
                                     const pd_worker_engine_options *options,
                                     const pd_kv_layout *layout, bool seals, bool *pool_own_out)
@@ -222,6 +230,7 @@ static const char *runner_broken(const pd_worker_engine *engine)
 
 const pd_worker_engine_ops kern_runner = {
     .shared_bytes = runner_shared_bytes,
+    .locate = runner_locate,
     .create = runner_create,
     .pool = runner_pool,
     .bind = runner_bind,

@@ -2,6 +2,7 @@
 be had ends `kvferry up` with the reason."""
 
 import os
+import re
 import time
 
 import pytest
@@ -18,6 +19,37 @@ def install(monkeypatch, folder, name):
     monkeypatch.setenv("KVFERRY_PLUGINS", str(folder))
 
 
+def read_sys(path):
+    try:
+        with open(os.path.join("/sys", path), encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def assert_placed(one, name, status, gpu):
+    """`status`, /workers and the worker's log say the same of its place, and it is this machine's."""
+    place = one.worker(name)["placement"]
+    line = next(line for line in status.splitlines() if line.startswith(f"{name}: ") and "NUMA node" in line)
+    nodes = [n for n in os.listdir("/sys/devices/system/node") if re.fullmatch(r"node\d+", n)] if read_sys("devices/system/node/online") else []
+    assert place["gpu"] == gpu
+    assert line.startswith(f"{name}: GPU {gpu}, " if gpu else f"{name}: host's cores, "), line
+    if gpu or len(nodes) == 1:  # the plugin says that its devices are on node 0
+        assert place["numa_node"] == 0 and ", NUMA node 0, " in line, line
+    if place["nic"] is None:
+        assert ", NIC unknown, " in line
+    else:
+        net = re.sub(r".*\((.*)\)", r"\1", place["nic"])
+        assert f", NIC {place['nic']} {place['nic_distance']}, " in line, line
+        assert os.path.exists(f"/sys/class/net/{net}/device") or os.path.exists(f"/sys/class/infiniband/{net}/device"), place
+    if len(nodes) < 2:
+        assert not place["bound"] and line.endswith(" (not bound)"), line
+        allowed = re.search(r"Cpus_allowed_list:\s*(\S+)", open("/proc/self/status", encoding="ascii").read()).group(1)
+        assert place["cpus"] == allowed and f", CPUs {allowed} " in line, line
+    placed = [text for text in one.logs()[f"logs/{name}.log"].splitlines() if 'msg="placed"' in text]
+    assert len(placed) == 1 and f" gpu={gpu or 'none'} " in placed[0] and f" cpus={place['cpus']} " in placed[0], placed
+
+
 @pytest.mark.parametrize("prefill, decode", [("cuda", "cuda:1"), ("cpu", "auto"), ("cuda", "cpu")])
 def test_workers_on_a_plugin_serve_as_the_hosts_do(plain, monkeypatch, tmp_path, prefill, decode):
     """The plugin computes on the host, in a pool that it allocates: all else is what a GPU's goes through."""
@@ -32,6 +64,7 @@ def test_workers_on_a_plugin_serve_as_the_hosts_do(plain, monkeypatch, tmp_path,
             line = next(line for line in out.splitlines() if line.startswith(name))
             assert ("cpu-" in line) == (device == "cpu"), line
             assert ("cuda the host in disguise" in line) == (device != "cpu"), line
+            assert_placed(one, name, out, gpu=None if device == "cpu" else f"ffff:1d:00.{device[-1] if ':' in device else 0}")
         assert one.metric("kvferry_seal_failures_total") == 0 and one.metric("kvferry_refetches_total") == 0
         for path, text in one.logs().items():
             assert "cannot be mapped" not in text and "transfers within this host are slow" not in text, path

@@ -131,7 +131,15 @@ static void fill(pd_message *m, pd_message_kind kind)
                                   .pid = 1234,
                                   .host = 77,
                                   .started = 99,
-                                  .session = 2};
+                                  .session = 2,
+                                  .rank_pids = {11, 12},
+                                  .rank_pids_count = 2,
+                                  .placement = {.bus = "0000:1b:00.0",
+                                                .numa_node = 1,
+                                                .nic = "mlx5_1 (eth1)",
+                                                .nic_distance = "behind one bridge",
+                                                .cpus = "0-31,64-95",
+                                                .bound = true}};
         break;
     case PD_MSG_HEARTBEAT:
         m->heartbeat = (pd_msg_heartbeat){.incarnation = 99,

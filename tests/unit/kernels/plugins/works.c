@@ -24,6 +24,15 @@ static void attach(const char *service, pd_log_level level)
     pd_log_info("msg=\"attached\"");
 }
 
+/* On a bus that no machine has, and the node that all have. */
+static pd_status locate(const kern_backend_options *options, pd_device_place *place_out)
+{
+    *place_out = (pd_device_place){.numa_node = 0};
+    snprintf(place_out->bus, sizeof place_out->bus, "ffff:1d:00.%u",
+             options->device + options->rank);
+    return PD_OK;
+}
+
 static pd_status create(const pd_model_file *file, const kern_backend_options *options,
                         kern_loaded **model_out)
 {
@@ -136,6 +145,7 @@ const kern_backend kern_backend_plugin = {
     .probe = probe,
     .shared_bytes = shared_bytes,
     .attach = attach,
+    .locate = locate,
     .create = create,
     .destroy = destroy,
     .describe = describe,
