@@ -1,11 +1,15 @@
 #include "kernels/comm.h"
 
+#include "common/base/clock.h"
+#include "common/base/log.h"
 #include "common/base/mem.h"
 
 #include <errno.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -16,6 +20,15 @@
 /* How soon rank 0 notices that another one is gone while it waits for it. */
 #define LOOK_NS (20 * 1000 * 1000)
 
+/* A look that took longer than this was no wait: rank 0 stood still itself. */
+#define LOOK_NS_MAX (4 * (uint64_t)LOOK_NS)
+
+/* Where a rank is: the generation that its latest barrier makes. In a line of its own. */
+typedef struct rank_at {
+    atomic_uint generation;
+    char apart[KERN_COMM_ALIGNMENT - sizeof(atomic_uint)];
+} rank_at;
+
 /* The first bytes of the memory; each word that all write to in a cache line of its own. */
 typedef struct shared {
     atomic_uint arrived;
@@ -24,6 +37,7 @@ typedef struct shared {
     atomic_uint sleepers;
     atomic_uint ended;
     char apart_1[KERN_COMM_ALIGNMENT - 3 * sizeof(atomic_uint)];
+    rank_at at[KERN_RANKS_MAX];
 } shared;
 
 struct kern_comm {
@@ -31,6 +45,10 @@ struct kern_comm {
     unsigned char *memory;
     uint64_t bytes, used;
     shared *shared;
+    uint64_t still_ns, begun_cpu_ns;
+    bool in_steps;           /* before the first one ranks load, each at its pace */
+    atomic_bool stood_still; /* why is written */
+    char why[128];
     uint32_t watched;
     struct pollfd pidfds[KERN_RANKS_MAX];
 };
@@ -54,6 +72,7 @@ pd_status kern_comm_create(const kern_comm_options *options, kern_comm **comm_ou
     comm->memory = options->memory;
     comm->bytes = options->bytes;
     comm->shared = kern_comm_take(comm, sizeof *comm->shared);
+    comm->still_ns = options->still_ns;
     comm->watched = options->pidfds == NULL ? 0 : options->ranks - 1;
     for (uint32_t i = 0; i < comm->watched; i++)
         comm->pidfds[i] = (struct pollfd){.fd = options->pidfds[i], .events = POLLIN};
@@ -101,6 +120,65 @@ void kern_comm_end(kern_comm *comm)
     wake_all(s);
 }
 
+static uint64_t cpu_ns(void)
+{
+    struct timespec now;
+
+    if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) != 0)
+        return 0;
+    return (uint64_t)now.tv_sec * PD_NS_PER_S + (uint64_t)now.tv_nsec;
+}
+
+void kern_comm_begin(kern_comm *comm)
+{
+    comm->in_steps = true;
+    if (comm->still_ns > 0)
+        comm->begun_cpu_ns = cpu_ns();
+}
+
+const char *kern_comm_why(const kern_comm *comm)
+{
+    return atomic_load(&comm->stood_still) ? comm->why : NULL;
+}
+
+/* Kills those that have not come to the barrier which ends that generation. */
+static void kill_the_still(kern_comm *comm, unsigned generation, uint64_t waited_ns)
+{
+    shared *s = comm->shared;
+
+    for (uint32_t rank = 1; rank < comm->ranks; rank++) {
+        if (atomic_load(&s->at[rank].generation) == generation + 1 ||
+            atomic_load(&s->generation) != generation)
+            continue; /* here, or all are */
+        if (!atomic_load(&comm->stood_still)) {
+            snprintf(comm->why, sizeof comm->why,
+                     "tensor-parallel rank %u stood still in a step: waited for it for %.1f s",
+                     rank, (double)waited_ns / 1e9);
+            atomic_store(&comm->stood_still, true);
+        }
+        pd_log_error("msg=\"a tensor-parallel rank stands still, and is killed\" rank=%u "
+                     "waited_ms=%llu",
+                     rank, (unsigned long long)(waited_ns / PD_NS_PER_MS));
+        /* fails when it has ended meanwhile, which is as well */
+        syscall(SYS_pidfd_send_signal, comm->pidfds[rank - 1].fd, SIGKILL, NULL, 0);
+    }
+    if (atomic_load(&comm->stood_still))
+        kern_comm_end(comm);
+}
+
+/* Adds a look's time to *waited_ns, and ends the wait when that is too long. */
+static void judge_ranks(kern_comm *comm, unsigned generation, uint64_t look_ns, uint64_t *waited_ns)
+{
+    if (comm->still_ns == 0 || !comm->in_steps)
+        return;
+    *waited_ns += look_ns < LOOK_NS_MAX ? look_ns : (uint64_t)LOOK_NS;
+    if (*waited_ns < comm->still_ns)
+        return;
+    uint64_t own_ns = cpu_ns() - comm->begun_cpu_ns;
+    if (*waited_ns >= comm->still_ns + KERN_STILL_TIMES * own_ns)
+        kill_the_still(comm, generation, *waited_ns);
+}
+
 static bool is_one_gone(kern_comm *comm)
 {
     int count = poll(comm->pidfds, comm->watched, 0); /* a pidfd is readable after its process */
@@ -126,6 +204,7 @@ static void wait_for_change(kern_comm *comm, unsigned generation)
 {
     const struct timespec look = {.tv_nsec = LOOK_NS};
     shared *s = comm->shared;
+    uint64_t waited_ns = 0;
 
     for (int spin = 0; spin < SPINS_MAX; spin++) {
         if (atomic_load_explicit(&s->generation, memory_order_acquire) != generation)
@@ -134,12 +213,19 @@ static void wait_for_change(kern_comm *comm, unsigned generation)
     }
     atomic_fetch_add(&s->sleepers, 1);
     while (atomic_load(&s->generation) == generation) {
+        uint64_t looked_ns = comm->still_ns > 0 ? pd_clock_now_ns() : 0;
         long result = syscall(SYS_futex, &s->generation, FUTEX_WAIT, generation,
                               comm->watched > 0 ? &look : NULL, NULL, 0);
-        /* whoever is gone may have been here before: then the barrier is over */
-        if (comm->watched > 0 && result != 0 && errno == ETIMEDOUT && is_one_gone(comm) &&
-            atomic_load(&s->generation) == generation)
-            kern_comm_end(comm);
+        if (comm->watched == 0 || result == 0 || errno != ETIMEDOUT ||
+            atomic_load(&s->generation) != generation)
+            continue;
+        if (is_one_gone(comm)) {
+            /* whoever is gone may have been here before: then the barrier is over */
+            if (atomic_load(&s->generation) == generation)
+                kern_comm_end(comm);
+            continue;
+        }
+        judge_ranks(comm, generation, pd_clock_now_ns() - looked_ns, &waited_ns);
     }
     atomic_fetch_sub(&s->sleepers, 1);
 }
@@ -151,6 +237,7 @@ bool kern_comm_barrier(kern_comm *comm)
 
     if (atomic_load(&s->ended) != 0)
         return false;
+    atomic_store_explicit(&s->at[comm->rank].generation, generation + 1, memory_order_relaxed);
     if (atomic_fetch_add(&s->arrived, 1) + 1 < comm->ranks) {
         wait_for_change(comm, generation);
         return atomic_load(&s->ended) == 0;

@@ -8,7 +8,13 @@
  * waits for all of them; what each wrote to shared memory before is seen by all after.
  *
  * One thread of a process at a time. Rank 0 watches the others: when one of them has ended, its
- * barriers fail. Ranks above 0 wait without end; their owner ends them when rank 0 is gone. */
+ * barriers fail; and one that stands still (stopped, hung) is killed when rank 0 has waited for it
+ * too long. Ranks above 0 wait without end; their owner ends them when rank 0 is gone.
+ *
+ * Too long is still_ns and STILL_TIMES times what this step has cost rank 0 itself so far, in CPU
+ * time: all ranks have the same share of it, so that a long step is waited for long. Only time in
+ * which rank 0 was awake counts: when all are stopped and go on, whatever the pause, nobody is
+ * late. */
 
 #include "common/base/status.h"
 
@@ -16,7 +22,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERN_RANKS_MAX 64
+#define KERN_RANKS_MAX   64
+#define KERN_STILL_TIMES 20
 
 typedef struct kern_comm kern_comm;
 
@@ -25,6 +32,7 @@ typedef struct kern_comm_options {
     void *memory; /* [bytes], 64-byte aligned, zeroed before the first rank comes; borrowed */
     uint64_t bytes;
     const int *pidfds; /* rank 0: [ranks - 1], of ranks 1 ..; copied. NULL: nobody is watched */
+    uint64_t still_ns; /* 0: whoever lives is waited for */
 } kern_comm_options;
 
 /* Errors: PD_E_NOMEM. */
@@ -44,6 +52,12 @@ static inline uint64_t kern_comm_round(uint64_t bytes)
 }
 uint64_t kern_comm_own_bytes(void);
 
+/* Rank 0, on the thread that will wait in barriers: here a step begins. Before the first nobody is
+ * too late. */
+void kern_comm_begin(kern_comm *comm);
+/* Why no barrier succeeds any more, where a rank stood still; else NULL. Rank 0, any thread; until
+ * the comm's end. */
+const char *kern_comm_why(const kern_comm *comm);
 /* True: all ranks are here. False, from then on: a rank is gone, or kern_comm_end was called. */
 bool kern_comm_barrier(kern_comm *comm);
 /* No barrier succeeds any more, at any rank: those that wait return. Any thread. */

@@ -20,6 +20,9 @@ typedef struct pd_worker_engine_options {
     uint32_t slices_max;        /* of a step */
     uint32_t ranks;             /* tensor-parallel; 0: 1 */
     pd_memory_reach pool_reach; /* of a GPU's pool */
+    /* Rank 0: a rank for which it waits so much longer than for itself is killed, and the engine
+     * broken. 0: never. */
+    uint64_t rank_still_ns;
     const pd_rank_place *place; /* NULL: ranks is 1. What it points to outlives the engine */
 } pd_worker_engine_options;
 
@@ -64,7 +67,7 @@ typedef struct pd_worker_engine_ops {
     pd_sealer (*sealer)(pd_worker_engine *engine);
     const char *(*backend)(const pd_worker_engine *engine); /* "cpu-avx512", "cuda NVIDIA H200" */
     uint64_t (*bytes)(const pd_worker_engine *engine);      /* memory held, without the pool */
-    /* NULL: fine; else what broke its device for good: the worker must end. */
+    /* NULL: fine; else what broke its device, or which rank, for good: the worker must end. */
     const char *(*broken)(const pd_worker_engine *engine);
     /* No step runs any more, and none begins; the ranks above 0 are released. */
     void (*stop)(pd_worker_engine *engine);

@@ -536,14 +536,15 @@ static void go_on_draining(worker *w, uint64_t now_ns)
     }
 }
 
-/* A device that has failed for good computes nothing more, and tells no truth about its memory. */
+/* A device that has failed for good computes nothing more, and tells no truth about its memory;
+ * with a rank that stood still there is nobody to compute with. */
 static bool is_broken(worker *w)
 {
     const char *why = w->setup.options->engine->broken(w->setup.engine);
 
     if (why == NULL)
         return false;
-    pd_log_error("msg=\"the device failed: this worker ends\" backend=\"%s\" reason=\"%s\"",
+    pd_log_error("msg=\"what computes has failed: this worker ends\" backend=\"%s\" reason=\"%s\"",
                  w->setup.options->engine->backend(w->setup.engine), why);
     stop(w, 1);
     return true;
@@ -709,8 +710,10 @@ static void on_rank_ended(void *ctx, uint32_t epoll_events)
     worker *w = ctx;
 
     (void)epoll_events;
-    if (pd_ranks_ended(w->setup.ranks))
-        stop(w, 1);
+    if (!pd_ranks_ended(w->setup.ranks))
+        return;
+    stop(w, 1);
+    (void)is_broken(w); /* that one was killed for standing still: said last, it is the cause */
 }
 
 static pd_status watch_ranks(worker *w)

@@ -291,6 +291,16 @@ static pd_status open_transfer(pd_worker_setup *setup)
     return PD_OK;
 }
 
+/* With hung_after: 0s nobody is killed for standing still. */
+static uint64_t rank_still_ns(const pd_worker_setup *setup)
+{
+    enum { LOST_TIMES = 2 }; /* a whole worker is given up after one */
+
+    if (setup->deployment.heartbeat.hung_after_ns == 0)
+        return 0;
+    return LOST_TIMES * setup->deployment.heartbeat.lost_after_ns;
+}
+
 static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
 {
     const pd_deployment_pool *pool = setup->pool;
@@ -303,6 +313,7 @@ static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
         .slices_max = pool->max_batch,
         .ranks = pool->tensor_parallel,
         .pool_reach = setup->pool_reach,
+        .rank_still_ns = rank_still_ns(setup),
     };
 }
 

@@ -20,6 +20,7 @@ struct kern_engine {
     const kern_backend *backend;
     kern_loaded *model;
     kern_plan *plan; /* NULL: one rank */
+    kern_comm *comm; /* likewise */
     uint32_t block_tokens;
     uint32_t rank, ranks;
     void *pool; /* the backend's, from pool_alloc: the first piece */
@@ -100,6 +101,7 @@ static pd_status load(kern_engine *engine, const pd_model_file *file,
     engine->backend = choice.backend;
     engine->rank = options->rank;
     engine->ranks = options->ranks == 0 ? 1 : options->ranks;
+    engine->comm = options->comm;
     if (options->comm != NULL) {
         kern_plan_options plan = plan_options(options);
         status = kern_plan_create(&plan, options->comm, &engine->plan);
@@ -329,5 +331,7 @@ uint64_t kern_engine_bytes(const kern_engine *engine)
 
 const char *kern_engine_broken(const kern_engine *engine)
 {
-    return engine->backend->broken(engine->model);
+    const char *why = engine->comm != NULL ? kern_comm_why(engine->comm) : NULL;
+
+    return why != NULL ? why : engine->backend->broken(engine->model);
 }

@@ -101,6 +101,7 @@ pd_status kern_plan_tell(kern_plan *plan, const kern_backend_step *step, uint32_
     uint32_t tokens = 0, blocks = 0;
     bool fits = step->slices_count <= plan->options.slices_max;
 
+    kern_comm_begin(plan->comm);
     /* A rank may still be at the step before, which ended early here. */
     if (!kern_comm_barrier(plan->comm))
         return PD_E_INTERNAL;

@@ -62,13 +62,15 @@ static uint64_t runner_shared_bytes(const pd_model_file *file,
     return kern_engine_shared_bytes(file, &kernel, layout, seals, pool_own_out);
 }
 
-static pd_status make_comm(pd_worker_engine *engine, const pd_rank_place *place)
+static pd_status make_comm(pd_worker_engine *engine, const pd_worker_engine_options *engine_options)
 {
+    const pd_rank_place *place = engine_options->place;
     kern_comm_options options = {.rank = place->rank,
                                  .ranks = place->ranks,
                                  .memory = place->shared,
                                  .bytes = place->shared_bytes,
-                                 .pidfds = place->pidfds};
+                                 .pidfds = place->pidfds,
+                                 .still_ns = engine_options->rank_still_ns};
 
     return kern_comm_create(&options, &engine->comm);
 }
@@ -85,7 +87,7 @@ static pd_status runner_create(const pd_model_file *file, const pd_worker_engine
     engine->slices = pd_calloc((size_t)JOBS * options->slices_max, sizeof *engine->slices);
     pd_status status = engine->slices == NULL ? PD_E_NOMEM : PD_OK;
     if (status == PD_OK && options->place != NULL) {
-        status = make_comm(engine, options->place);
+        status = make_comm(engine, options);
         kernel.rank = options->place->rank;
         kernel.comm = engine->comm;
     }

@@ -94,7 +94,7 @@ def test_a_device_that_fails_for_good_ends_its_worker_and_costs_no_token(plain, 
         answer = one.stream(prompt, count, hang_up=once(lambda tokens: tokens > 5, broken.touch), ignore_eos=True)
         assert answer.error is None and answer.token_ids == expected
         assert not broken.exists()
-        why = "the device failed: this worker ends\" backend=\"cuda the host in disguise\" reason=\"an illegal memory access"
+        why = "what computes has failed: this worker ends\" backend=\"cuda the host in disguise\" reason=\"an illegal memory access"
         assert len([path for path, text in one.logs().items() if why in text]) == 1
         cl.wait_until(lambda: len(one.workers()) == 3 and all(w["state"] == "ready" for w in one.workers()), 30, one.workers)
         assert len([w for w in one.workers() if w["incarnation"] != before[w["name"]]]) == 1

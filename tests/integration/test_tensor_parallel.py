@@ -110,10 +110,11 @@ def peers_die(monkeypatch):
     monkeypatch.setenv("LSAN_OPTIONS", f"print_suppressions=0:suppressions={os.path.join(cl.ROOT, 'tests', 'lsan.supp')}")
 
 
-@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
-def test_a_rank_that_is_killed_ends_its_worker_alone(model, want, peers_die, victim):
-    """Streams that it hits end with an error that says so or go on and are right; afterwards all is as before."""
-    with split_cluster(model, 2, 4, workers=4, ratio="1:1") as one:
+@pytest.mark.parametrize("victim, blow", [("decode-0", signal.SIGKILL), ("prefill-0", signal.SIGKILL), ("decode-0", signal.SIGSTOP)])
+def test_a_rank_that_is_killed_or_stands_still_ends_its_worker_alone(model, want, peers_die, victim, blow):
+    """Streams that it hits end with an error that says so or go on and are right; afterwards all is as before. One that
+    stands still is waited for twice lost_after, and killed."""
+    with split_cluster(model, 2, 4, workers=4, ratio="1:1", heartbeat={"lost_after": "1s"} if blow == signal.SIGSTOP else {}) as one:
         before, others = one.worker(victim), {w["name"]: w["incarnation"] for w in one.workers() if w["name"] != victim}
         ranks = ranks_of(one, victim)
         begun, results = threading.Event(), []
@@ -129,13 +130,13 @@ def test_a_rank_that_is_killed_ends_its_worker_alone(model, want, peers_die, vic
         for thread in threads:
             thread.start()
         assert begun.wait(60)
-        os.kill(ranks[1], signal.SIGKILL)
+        os.kill(ranks[1], blow)
         for thread in threads:
             thread.join()
         for prompt, answer in results:
             if answer.error is None:
                 assert answer.token_ids == want[PROMPTS.index(prompt)]
-        assert sum(answer.error is None for _, answer in results) >= len(results) // 2
+        assert sum(answer.error is None for _, answer in results) >= (len(results) if blow == signal.SIGSTOP else len(results) // 2)
 
         def restarted():
             now = one.worker(victim)
@@ -144,7 +145,14 @@ def test_a_rank_that_is_killed_ends_its_worker_alone(model, want, peers_die, vic
         cl.wait_until(restarted, 30, lambda: f"{victim} did not come back: {one.worker(victim)}")
         assert {w["name"]: w["incarnation"] for w in one.workers() if w["name"] != victim} == others
         line = f'msg="a tensor-parallel rank was killed, and its worker ends with it" rank=1 pid={ranks[1]} signal=9'
-        assert one.logs()[f"logs/{victim}.log"].count(line) == 1
+        log = one.logs()[f"logs/{victim}.log"]
+        if blow == signal.SIGKILL:
+            assert log.count(line) == 1
+        else:
+            assert log.count('msg="a tensor-parallel rank stands still, and is killed" rank=1 ') == 1
+            _, out, _ = one.kvferry("status", "-f", one.file)
+            assert f"{victim}: its last run ended with status 1: what computes has failed: this worker ends" in out, out
+            assert "reason=tensor-parallel rank 1 stood still in a step: waited for it for " in out, out
         assert not set(ranks.values()) & set(map(int, one.processes())), "a rank outlived its worker"
         assert answers(one) == want
         one.assert_clean()

@@ -2,6 +2,7 @@
  * rank, bit for bit; and when a rank is gone, nobody waits for it. Ranks are threads here, and
  * processes where they have to die. */
 
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "kernels/comm.h"
@@ -67,19 +68,25 @@ static kern_engine_options options_of(const group *g, uint32_t number)
     };
 }
 
-static void rank_make(group *g, uint32_t number, const int *pidfds)
+static void rank_make_still(group *g, uint32_t number, const int *pidfds, uint64_t still_ns)
 {
     kern_comm_options comm = {.rank = number,
                               .ranks = g->ranks,
                               .memory = g->memory,
                               .bytes = g->bytes,
-                              .pidfds = pidfds};
+                              .pidfds = pidfds,
+                              .still_ns = still_ns};
 
     if (g->ranks > 1)
         assert_int_equal(kern_comm_create(&comm, &g->rank[number].comm), PD_OK);
     kern_engine_options options = options_of(g, number);
     assert_int_equal(kern_engine_create(file, &options, &g->rank[number].engine), PD_OK);
     assert_int_equal(kern_engine_bind(g->rank[number].engine, &g->layout, g->pool, true), PD_OK);
+}
+
+static void rank_make(group *g, uint32_t number, const int *pidfds)
+{
+    rank_make_still(g, number, pidfds, 0);
 }
 
 static void *serve(void *arg)
@@ -345,6 +352,178 @@ static void a_rank_that_dies_is_not_waited_for(void **state)
     pd_model_file_close(file);
 }
 
+/* Ranks 1 and 2 of three, as processes that are ready. */
+static void start_two(group *g, pid_t pids[2], int pidfds[2])
+{
+    int ready[2];
+    char word;
+
+    assert_int_equal(pipe(ready), 0);
+    file = tiny_open_for_ranks(6);
+    group_init(g, "cpu", 3, 1);
+    for (uint32_t i = 0; i < 2; i++) {
+        pids[i] = fork();
+        assert_true(pids[i] >= 0);
+        if (pids[i] == 0) {
+            rank_make(g, i + 1, NULL);
+            if (write(ready[1], "r", 1) != 1)
+                _exit(8);
+            kern_engine_serve(g->rank[i + 1].engine);
+            _exit(7);
+        }
+        pidfds[i] = pidfd_of(pids[i]);
+        assert_true(pidfds[i] >= 0);
+    }
+    close(ready[1]);
+    for (int i = 0; i < 2; i++)
+        assert_int_equal(read(ready[0], &word, 1), 1);
+    close(ready[0]);
+}
+
+static int exit_of(pid_t pid)
+{
+    int how;
+
+    assert_int_equal(waitpid(pid, &how, 0), pid);
+    return WIFEXITED(how) ? WEXITSTATUS(how) : 1000 + WTERMSIG(how);
+}
+
+static pd_status step_once(group *g)
+{
+    uint32_t token = 1;
+    pd_block block = 1;
+    kern_job_slice slice = {
+        .slice = {.tokens = &token, .count = 1, .blocks = &block, .logits_from = 1},
+        .want_token = true};
+    kern_job job = {.slices = &slice, .slices_count = 1};
+
+    return run(g, &job);
+}
+
+static void two_end(group *g, const int pidfds[2])
+{
+    close(pidfds[0]);
+    close(pidfds[1]);
+    g->ranks = 1;
+    group_end(g);
+    pd_model_file_close(file);
+}
+
+static void a_rank_that_stands_still_is_killed_and_named(void **state)
+{
+    group g;
+    pid_t pids[2];
+    int pidfds[2];
+
+    (void)state;
+    start_two(&g, pids, pidfds);
+    rank_make_still(&g, 0, pidfds, 2 * PD_NS_PER_S);
+    assert_int_equal(step_once(&g), PD_OK);
+    usleep(2500 * 1000); /* nobody is late while there is nothing to do */
+    assert_int_equal(step_once(&g), PD_OK);
+    assert_null(kern_engine_broken(g.rank[0].engine));
+    kill(pids[1], SIGSTOP);
+    uint64_t begun_ns = pd_clock_now_ns();
+    assert_int_equal(step_once(&g), PD_E_INTERNAL);
+    assert_true(pd_clock_now_ns() - begun_ns >= 2 * PD_NS_PER_S);
+    assert_int_equal(step_once(&g), PD_E_INTERNAL);
+    const char *why = kern_engine_broken(g.rank[0].engine);
+    assert_non_null(why);
+    assert_non_null(strstr(why, "rank 2 stood still"));
+    assert_int_equal(exit_of(pids[0]), 7); /* it came, and was released */
+    assert_int_equal(exit_of(pids[1]), 1000 + SIGKILL);
+    two_end(&g, pidfds);
+}
+
+static void where_nobody_is_judged_a_rank_may_stand_still(void **state)
+{
+    group g;
+    pid_t pids[2];
+    int pidfds[2];
+    kern_job *done = NULL;
+    uint32_t token = 1;
+    pd_block block = 1;
+    kern_job_slice slice = {
+        .slice = {.tokens = &token, .count = 1, .blocks = &block, .logits_from = 1},
+        .want_token = true};
+    kern_job job = {.slices = &slice, .slices_count = 1};
+
+    (void)state;
+    start_two(&g, pids, pidfds);
+    rank_make_still(&g, 0, pidfds, 0);
+    assert_int_equal(step_once(&g), PD_OK);
+    assert_int_equal(kern_engine_poll(g.rank[0].engine, &done), PD_E_AGAIN); /* quiets the fd */
+    kill(pids[0], SIGSTOP);
+    assert_int_equal(kern_engine_submit(g.rank[0].engine, &job), PD_OK);
+    struct pollfd ready = {.fd = kern_engine_fd(g.rank[0].engine), .events = POLLIN};
+    assert_int_equal(poll(&ready, 1, 1000), 0);
+    kill(pids[0], SIGCONT);
+    assert_true(poll(&ready, 1, 20000) > 0);
+    assert_int_equal(kern_engine_poll(g.rank[0].engine, &done), PD_OK);
+    assert_int_equal(done->status, PD_OK);
+    assert_null(kern_engine_broken(g.rank[0].engine));
+    kern_comm_end(g.rank[0].comm);
+    assert_int_equal(exit_of(pids[0]), 7);
+    assert_int_equal(exit_of(pids[1]), 7);
+    two_end(&g, pidfds);
+}
+
+/* Rank 0 in a process of its own: steps until the word comes, and 20 more. */
+static void lead(group *g, const int pidfds[2], int steps_fd, int word_fd)
+{
+    struct pollfd word = {.fd = word_fd, .events = POLLIN};
+
+    rank_make_still(g, 0, pidfds, 2 * PD_NS_PER_S);
+    for (int left = 20; left > 0; left -= poll(&word, 1, 0) > 0) {
+        if (step_once(g) != PD_OK)
+            _exit(1);
+        if (write(steps_fd, "s", 1) != 1)
+            _exit(2);
+    }
+    _exit(0);
+}
+
+/* A debugger, or a machine that was paused. */
+static void when_all_stand_still_and_go_on_nobody_is_late(void **state)
+{
+    group g;
+    pid_t pids[2];
+    int pidfds[2], steps[2], words[2];
+    char some[1024];
+
+    (void)state;
+    start_two(&g, pids, pidfds);
+    assert_int_equal(pipe(steps), 0);
+    assert_int_equal(pipe(words), 0);
+    pid_t leader = fork();
+    assert_true(leader >= 0);
+    if (leader == 0)
+        lead(&g, pidfds, steps[1], words[0]);
+    close(steps[1]);
+    assert_int_equal(read(steps[0], some, 1), 1);
+    kill(pids[1], SIGSTOP);
+    usleep(100 * 1000); /* it comes to wait for that one */
+    kill(leader, SIGSTOP);
+    usleep(3500 * 1000);
+    kill(leader, SIGCONT);
+    kill(pids[1], SIGCONT);
+    assert_int_equal(write(words[1], "w", 1), 1);
+    while (read(steps[0], some, sizeof some) > 0)
+        ;
+    assert_int_equal(exit_of(leader), 0);
+    for (int i = 0; i < 2; i++) {
+        kill(pids[i], SIGKILL);
+        assert_int_equal(exit_of(pids[i]), 1000 + SIGKILL);
+        close(pidfds[i]);
+    }
+    close(steps[0]);
+    close(words[0]);
+    close(words[1]);
+    munmap(g.pool, g.layout.pool_bytes);
+    munmap(g.memory, g.bytes);
+    pd_model_file_close(file);
+}
+
 static void what_does_not_divide_is_refused_with_the_reason(void **state)
 {
     pd_model_shape shape = {.heads = 12, .kv_heads = 6, .head_dim = 64, .ffn = 384, .vocab = 1200};
@@ -378,6 +557,9 @@ int main(void)
         cmocka_unit_test(any_number_of_ranks_is_one),
         cmocka_unit_test(a_failed_step_is_everybodys),
         cmocka_unit_test(a_rank_that_dies_is_not_waited_for),
+        cmocka_unit_test(a_rank_that_stands_still_is_killed_and_named),
+        cmocka_unit_test(where_nobody_is_judged_a_rank_may_stand_still),
+        cmocka_unit_test(when_all_stand_still_and_go_on_nobody_is_late),
         cmocka_unit_test(what_does_not_divide_is_refused_with_the_reason),
     };
 
