@@ -5,6 +5,7 @@
 #include "common/base/mem.h"
 #include "common/config/deployment.h"
 #include "common/config/value.h"
+#include "deploy/check_devices.h"
 #include "deploy/check_split.h"
 #include "deploy/report.h"
 #include "deploy/report_kv.h"
@@ -171,7 +172,8 @@ static int run_check(const arguments *args)
         pd_deployment_help(&text);
     } else if ((rc = load(args, &deployment)) == 0) {
         char why[512];
-        if (check_split(&deployment, why, sizeof why) != PD_OK) {
+        if (check_devices(&deployment, why, sizeof why) != PD_OK ||
+            check_split(&deployment, why, sizeof why) != PD_OK) {
             fprintf(stderr, "%s: %s\n", args->file, why);
             rc = 1;
         } else if (args->effective) {

@@ -5,6 +5,7 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 #include "common/base/process.h"
+#include "deploy/check_devices.h"
 #include "deploy/check_split.h"
 #include "deploy/http_get.h"
 #include "deploy/hung.h"
@@ -148,11 +149,13 @@ static pd_status check_model(supervisor *s)
     return PD_E_INVALID;
 }
 
-static pd_status check_ranks(supervisor *s)
+static pd_status check_roles(supervisor *s)
 {
     char why[512];
-    pd_status status = check_split(s->deployment, why, sizeof why);
+    pd_status status = check_devices(s->deployment, why, sizeof why);
 
+    if (status == PD_OK)
+        status = check_split(s->deployment, why, sizeof why);
     if (status != PD_OK)
         say(s, 'E', "%s", why);
     return status;
@@ -335,7 +338,7 @@ static pd_status prepare(supervisor *s)
     if (status == PD_OK)
         status = check_model(s);
     if (status == PD_OK)
-        status = check_ranks(s);
+        status = check_roles(s);
     if (status == PD_OK)
         status = check_memory(s);
     if (status == PD_OK)

@@ -50,7 +50,7 @@ def assert_placed(one, name, status, gpu):
     assert len(placed) == 1 and f" gpu={gpu or 'none'} " in placed[0] and f" cpus={place['cpus']} " in placed[0], placed
 
 
-@pytest.mark.parametrize("prefill, decode", [("cuda", "cuda:1"), ("cpu", "auto"), ("cuda", "cpu")])
+@pytest.mark.parametrize("prefill, decode", [("cuda", "cuda:1"), ("cpu", "auto"), ("auto", "cpu")])
 def test_workers_on_a_plugin_serve_as_the_hosts_do(plain, monkeypatch, tmp_path, prefill, decode):
     """The plugin computes on the host, in a pool that it allocates: all else is what a GPU's goes through."""
     expected = [plain.complete(prompt, 24, ignore_eos=True).token_ids for prompt in PROMPTS]
