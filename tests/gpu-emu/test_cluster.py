@@ -63,5 +63,6 @@ def test_tokens_of_the_emulated_gpu_are_the_references(golden):
 @pytest.mark.skipif(not FULL, reason="with --full: the other ways that a pool's blocks may go")
 @pytest.mark.parametrize("prefill,decode", [("cuda-emu", "cpu-ref"), ("cpu-ref", "cuda-emu")])
 def test_a_gpu_and_a_host_exchange_blocks(golden, prefill, decode):
+    """An emulated GPU's pool is host memory; with a real one kvferry check refuses the pair (tests/gpu/test_cluster.py)."""
     with cl.Cluster(**workers_on(prefill, decode)) as one:
         assert_sure(golden, ask(one, golden[SURE]["prompt_ids"]))

@@ -2,18 +2,22 @@
 """Writes a small random llama as a GGUF file: for tests that need more KV heads than a small real model has.
 
     tests/tools/make_model.py --tokenizer models/MODEL.gguf --out FILE [--seed N] [--layers N] ...
+    tests/tools/make_model.py --vocab N --out FILE ...
 
 The tokenizer and chat template are those of another GGUF file, byte for byte, so that the whole of a
-cluster runs with it. Matrices are in the formats there are kernels for: Q8_0 (embedding, query, key,
-value), Q4_1 (attention output, down) and Q4_0 (gate, up). The same options give the same bytes. What
-it says is nonsense, but no constant: weights are as large as a trained model's.
+cluster runs with it; or, with --vocab, one token a byte, and names for the rest. Matrices are in the
+formats there are kernels for: Q8_0 (embedding, query, key, value), Q4_1 (attention output, down) and
+Q4_0 (gate, up); with --bf16, those of every second layer and a head of its own are BF16. The same
+options give the same bytes. What it says is nonsense, but no constant: weights are as large as a
+trained model's.
 """
 
 import argparse
+import math
 import random
 import struct
 
-F32, Q4_0, Q4_1, Q8_0 = 0, 2, 3, 8
+F32, Q4_0, Q4_1, Q8_0, BF16 = 0, 2, 3, 8, 30
 BLOCK = 32
 QUANT_BYTES = {Q4_0: 16, Q4_1: 16, Q8_0: 32}
 ALIGN = 32
@@ -75,8 +79,46 @@ def tokenizer_keys(path):
     return pairs, vocab
 
 
+def byte_tokenizer(vocab):
+    """As tokenizer_keys: byte-level BPE without merges. Token b is byte b, 256 ends a text."""
+    spare = iter(range(256, 512))
+    letters = [chr(b) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174 else chr(next(spare)) for b in range(256)]
+    tokens = letters + ["<|end|>"] + [f"<|{n}|>" for n in range(257, vocab)]
+
+    def key(name, kind, value):
+        return string("tokenizer." + name) + struct.pack("<I", kind) + value
+
+    def array(kind, values):
+        return struct.pack("<IQ", kind, len(values)) + b"".join(values)
+
+    types = [struct.pack("<i", 1 if n < 256 else 3) for n in range(vocab)]  # normal; control
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return [
+        key("ggml.model", STRING, string("gpt2")),
+        key("ggml.pre", STRING, string("gpt-2")),
+        key("ggml.tokens", ARRAY, array(STRING, [string(token) for token in tokens])),
+        key("ggml.token_type", ARRAY, array(5, types)),
+        key("ggml.merges", ARRAY, array(STRING, [])),
+        key("ggml.eos_token_id", U32, struct.pack("<I", 256)),
+        key("chat_template", STRING, string(template)),
+    ], vocab
+
+
+def bf16_matrix(rng, rows, cols):
+    """Sign and mantissa random, two exponents: a standard deviation of about 1 / sqrt(cols)."""
+    count = rows * cols
+    exponent = 127 - round(math.log2(cols) / 2 + 0.5)  # |value| in [2^e, 4 * 2^e), by the lowest bit
+    high = bytes(((b & 1) << 7) | (exponent >> 1) for b in range(256))
+    data = bytearray(2 * count)
+    data[0::2] = rng.randbytes(count)
+    data[1::2] = rng.randbytes(count).translate(high)
+    return bytes(data)
+
+
 def matrix(rng, kind, rows, cols):
     """Random blocks, weights of standard deviation about 1 / sqrt(cols), a scale of its own each."""
+    if kind == BF16:
+        return bf16_matrix(rng, rows, cols)
     size = QUANT_BYTES[kind]
     spread = 73.9 if kind == Q8_0 else 4.6  # of a uniform int8, of a uniform nibble
     scales = []
@@ -111,12 +153,15 @@ def tensors(o, vocab):
             ("ffn_up", Q4_0, o.hidden, o.ffn),
             ("ffn_down", Q4_1, o.ffn, o.hidden),
         ):
+            kind = BF16 if o.bf16 and layer % 2 == 1 and kind != F32 else kind
             yield f"blk.{layer}.{name}.weight", kind, cols, rows
     yield "output_norm.weight", F32, o.hidden, 1
+    if o.bf16:
+        yield "output.weight", BF16, o.hidden, vocab
 
 
 def write(o):
-    pairs, vocab = tokenizer_keys(o.tokenizer)
+    pairs, vocab = byte_tokenizer(o.vocab) if o.tokenizer is None else tokenizer_keys(o.tokenizer)
     rng = random.Random(o.seed)
 
     def add(name, kind, form, value):
@@ -156,7 +201,9 @@ def write(o):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", required=True, help="a GGUF file to take the tokenizer from")
+    parser.add_argument("--tokenizer", help="a GGUF file to take the tokenizer from")
+    parser.add_argument("--vocab", type=int, help="in place of --tokenizer: so many tokens, at least 257")
+    parser.add_argument("--bf16", action="store_true", help="every second layer and the head in BF16")
     parser.add_argument("--out", required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
@@ -169,6 +216,8 @@ def main():
     o = parser.parse_args()
     if o.hidden % BLOCK or o.ffn % BLOCK or o.heads * o.head_dim % BLOCK:
         parser.error("hidden, ffn and heads times head-dim are multiples of 32")
+    if (o.tokenizer is None) == (o.vocab is None) or (o.vocab is not None and o.vocab < 257):
+        parser.error("either --tokenizer, or --vocab of at least 257")
     if o.heads % o.kv_heads:
         parser.error("kv-heads divides heads")
     write(o)
