@@ -115,7 +115,7 @@ def test_a_device_that_cannot_be_had_is_told_at_once(monkeypatch, tmp_path, name
         monkeypatch.setenv("KVFERRY_PLUGINS", str(tmp_path))
     else:
         install(monkeypatch, tmp_path, name)
-    folder = cl.Folder(prefill={"device": device})
+    folder = cl.Folder(prefill={"device": device}, decode={"device": "auto"})
     try:
         status, _, _ = folder.kvferry("check", "-f", folder.file)
         assert status == 0  # nothing is wrong with the file
