@@ -29,13 +29,13 @@ typedef struct gpu_event gpu_event;
 typedef struct gpu_graph gpu_graph;
 
 typedef struct gpu_info {
-    char name[128];      /* "NVIDIA H200", "emulated sm_90" */
-    char bus[32];        /* PCI, "0000:1b:00.0"; "" when there is none */
-    int numa_node;       /* -1: unknown */
-    uint32_t arch;       /* 80, 90, 100 */
-    uint32_t processors; /* SMs */
-    uint64_t memory_bytes, memory_free_bytes;
-    uint32_t shared_bytes_max; /* of a block, opted in */
+    char name[128];                           /* "NVIDIA H200", "emulated sm_90" */
+    char bus[32];                             /* PCI, "0000:1b:00.0"; "" when there is none */
+    int numa_node;                            /* -1: unknown */
+    uint32_t arch;                            /* 80, 90, 100 */
+    uint32_t processors;                      /* SMs */
+    uint64_t memory_bytes, memory_free_bytes; /* free: when it was opened */
+    uint32_t shared_bytes_max;                /* of a block, opted in */
     uint32_t l2_bytes;
     bool emulated;
 } gpu_info;
@@ -49,6 +49,8 @@ const gpu_info *gpu_info_of(const gpu *g);
 /* NULL: fine; else what broke it for good ("an illegal memory access was encountered"). */
 const char *gpu_broken(const gpu *g);
 
+/* What is free now: other processes take, too. */
+PD_CHECKED pd_status gpu_memory_free(gpu *g, uint64_t *bytes_out);
 /* Device memory, 256-byte aligned, not cleared. One allocation each, so that it can be exported. */
 PD_CHECKED pd_status gpu_alloc(gpu *g, uint64_t bytes, void **memory_out);
 /* The same for a KV pool, which other processes write. *reach_out is not AUTO; PD_E_UNSUPPORTED:

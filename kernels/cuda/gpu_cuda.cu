@@ -260,6 +260,18 @@ const gpu_info *gpu_info_of(const gpu *g)
 
 /* --- memory --- */
 
+pd_status gpu_memory_free(gpu *g, uint64_t *bytes_out)
+{
+    size_t free_bytes = 0, all_bytes = 0;
+
+    if (is_broken(g))
+        return PD_E_INTERNAL;
+    pd_status status = RUN(g, cudaMemGetInfo(&free_bytes, &all_bytes), "");
+    if (status == PD_OK)
+        *bytes_out = free_bytes;
+    return status;
+}
+
 pd_status gpu_alloc(gpu *g, uint64_t bytes, void **memory_out)
 {
     uint64_t rounded = (bytes + ALLOCATION_UNIT - 1) / ALLOCATION_UNIT * ALLOCATION_UNIT;

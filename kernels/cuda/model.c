@@ -49,23 +49,38 @@ static cu_forward_options forward_options_of(const kern_loaded *model)
                                 .context_max = o->context_max};
 }
 
-/* Device memory by holder; the KV pool, its hashes and the uploads come with bind. */
-static pd_status check_memory(const kern_loaded *model)
+static cu_batch_limits limits_of(const kern_loaded *model, uint32_t block_tokens, uint32_t blocks)
+{
+    const kern_backend_options *o = &model->options;
+
+    return (cu_batch_limits){.rows_max = o->rows_max,
+                             .logits_max = o->slices_max + o->logits_rows_max,
+                             .slices_max = o->slices_max,
+                             .context_max = o->context_max,
+                             .vocab = model->weights.shape.vocab,
+                             .block_tokens = block_tokens,
+                             .blocks = blocks};
+}
+
+/* Device memory by holder, on a rank's device; what the pool's layout decides at its most. */
+static cu_room room_of(const kern_loaded *model, uint64_t pool_bytes)
 {
     const cu_forward_options forward = forward_options_of(model);
-    const gpu_info *info = gpu_info_of(model->device);
-    uint64_t weights = model->weights.bytes;
-    uint64_t steps = cu_forward_bytes(&forward);
+    const cu_batch_limits most = limits_of(model, PD_KV_TILE_TOKENS, 0);
+    uint32_t token_bytes = 2 * model->weights.shape.head_dim;
 
-    if (weights + steps <= info->memory_free_bytes)
-        return PD_OK;
-    pd_log_error(
-        "msg=\"%s: the model does not fit into the device's memory\" device=%u name=\"%s\" "
-        "weights_bytes=%llu step_bytes=%llu free_bytes=%llu rows_max=%u context_max=%u",
-        model->settings.backend, model->device_number, info->name, (unsigned long long)weights,
-        (unsigned long long)steps, (unsigned long long)info->memory_free_bytes,
-        model->options.rows_max, model->options.context_max);
-    return PD_E_NOMEM;
+    return (cu_room){.weights = model->weights.bytes,
+                     .steps = cu_forward_bytes(&forward),
+                     .uploads = cu_batch_bytes(&most),
+                     .pool = pool_bytes,
+                     .hashes = cu_room_hashes_most(pool_bytes, token_bytes)};
+}
+
+static pd_status check_memory(const kern_loaded *model)
+{
+    const cu_room room = room_of(model, 0);
+
+    return cu_room_check(model->device, model->settings.backend, &room, 0);
 }
 
 static pd_status open_device(kern_loaded *model)
@@ -214,7 +229,9 @@ uint32_t cu_model_graphs(const kern_loaded *model)
 
 pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t piece_bytes, void **pieces_out)
 {
-    return cu_pool_alloc(model->pool, piece_bytes, pieces_out);
+    const cu_room room = room_of(model, piece_bytes);
+
+    return cu_pool_alloc(model->pool, piece_bytes, &room, pieces_out);
 }
 
 void cu_model_pool_free(kern_loaded *model)
@@ -233,19 +250,11 @@ static void check_layout(const kern_loaded *model, const pd_kv_layout *layout)
 
 pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals)
 {
-    const kern_backend_options *o = &model->options;
-
     pd_assert(!model->bound);
     check_layout(model, layout);
     gpu_use(model->device);
     model->bound = true;
-    model->limits = (cu_batch_limits){.rows_max = o->rows_max,
-                                      .logits_max = o->slices_max + o->logits_rows_max,
-                                      .slices_max = o->slices_max,
-                                      .context_max = o->context_max,
-                                      .vocab = model->weights.shape.vocab,
-                                      .block_tokens = layout->block_tokens,
-                                      .blocks = layout->blocks};
+    model->limits = limits_of(model, layout->block_tokens, layout->blocks);
     pd_status status = cu_pool_bind(model->pool, layout, pool, seals, &model->kv);
     if (status == PD_OK && model->comm != NULL)
         status = cu_comm_connect(model->comm, model->device);

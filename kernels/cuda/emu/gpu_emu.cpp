@@ -83,11 +83,18 @@ const char *gpu_broken(const gpu *g)
     return g->broken ? g->why : NULL;
 }
 
+pd_status gpu_memory_free(gpu *g, uint64_t *bytes_out)
+{
+    emu_memory_lock();
+    *bytes_out = emu_memory_free_bytes(g->memory);
+    emu_memory_unlock();
+    return PD_OK;
+}
+
 static pd_status alloc(gpu *g, uint64_t bytes, bool host, void **memory_out)
 {
     emu_memory_lock();
     void *memory = emu_memory_alloc(g->memory, bytes, host);
-    g->info.memory_free_bytes = emu_memory_free_bytes(g->memory);
     emu_memory_unlock();
     if (memory == NULL) {
         pd_log_error("msg=\"emulated gpu: out of memory\" bytes=%llu", (unsigned long long)bytes);
@@ -108,7 +115,6 @@ static void release(gpu *g, void *memory)
     emu_memory_lock();
     emu_memory_check(g->memory, text, sizeof text);
     bool known = emu_memory_free(g->memory, memory);
-    g->info.memory_free_bytes = emu_memory_free_bytes(g->memory);
     emu_memory_unlock();
     if (text[0] != '\0')
         (void)emu_break(g, "something, seen as memory was freed, %s", text);
