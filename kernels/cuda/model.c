@@ -26,7 +26,6 @@ struct kern_loaded {
     gpu_stream *stream; /* steps */
     gpu_event *done;    /* the step's last */
     cu_graphs graphs;
-    bool graphs_off; /* by the options, or since recording failed */
     char name[160];
     /* from bind on */
     bool bound;
@@ -159,7 +158,6 @@ pd_status cu_model_create(const pd_model_file *file, const kern_backend_options 
     pd_assert(options->rows_max > 0 && options->context_max > 0 && options->slices_max > 0);
     model->options = *options;
     model->settings = *settings;
-    model->graphs_off = settings->no_graphs;
     model->ranks = options->ranks == 0 ? 1 : options->ranks;
     pd_status status = open_device(model);
     if (status == PD_OK)
@@ -286,6 +284,19 @@ static pd_status record(kern_loaded *model, const cu_plan *plan, gpu_graph **gra
     return status != PD_OK ? status : ended;
 }
 
+static void log_unrecorded(const kern_loaded *model, const cu_graph_key *key, pd_status status,
+                           uint64_t pause)
+{
+    char until[48] = "from now on";
+
+    if (pause != UINT64_MAX)
+        snprintf(until, sizeof until, "for %llu steps", (unsigned long long)pause);
+    pd_log_warn("msg=\"%s: a step could not be recorded: they are queued call by call %s\" rows=%u "
+                "positions_max=%u status=%s",
+                model->settings.backend, until, key->rows, key->positions_max,
+                pd_status_name(status));
+}
+
 static pd_status launch_recorded(kern_loaded *model, const cu_plan *plan, bool *launched_out)
 {
     const cu_graph_key key = {.rows = plan->step.rows, .positions_max = plan->positions_max};
@@ -293,13 +304,11 @@ static pd_status launch_recorded(kern_loaded *model, const cu_plan *plan, bool *
 
     *launched_out = false;
     if (graph == NULL) {
+        if (!cu_graphs_due(&model->graphs, &key))
+            return PD_OK;
         pd_status status = record(model, plan, &graph);
         if (status != PD_OK && gpu_broken(model->device) == NULL) {
-            pd_log_warn("msg=\"%s: a step could not be recorded, so they are queued call by call "
-                        "from now on\" rows=%u positions_max=%u status=%s",
-                        model->settings.backend, key.rows, key.positions_max,
-                        pd_status_name(status));
-            model->graphs_off = true;
+            log_unrecorded(model, &key, status, cu_graphs_failed(&model->graphs));
             return PD_OK;
         }
         if (status != PD_OK)
@@ -317,7 +326,7 @@ static pd_status queue_step(kern_loaded *model, const cu_plan *plan)
     bool launched = false;
 
     pd_status status = cu_batch_upload(model->batch, model->stream, plan);
-    if (status == PD_OK && plan->decode && !model->graphs_off && model->comm == NULL)
+    if (status == PD_OK && plan->decode && !model->settings.no_graphs && model->comm == NULL)
         status = launch_recorded(model, plan, &launched);
     if (status == PD_OK && !launched)
         status = cu_forward_queue(model->forward, model->stream, plan, &model->kv, model->groups);
