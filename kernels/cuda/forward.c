@@ -1,6 +1,7 @@
 #include "kernels/cuda/forward.h"
 
 #include "common/base/mem.h"
+#include "kernels/cuda/items.h"
 #include "kernels/cuda/stage.h"
 #include "kernels/model/rope.h"
 
@@ -92,10 +93,18 @@ static uint64_t parts_rows(const cu_forward *f)
 static uint64_t attention_bytes(const cu_forward *f)
 {
     const cu_forward_options *o = &f->options;
+uint32_t cu_forward_items_room(const cu_forward_options *options)
+{
+    uint32_t logits = options->logits_max;
+    uint32_t rows = options->rows_max < logits ? options->rows_max : logits;
+
+    return cu_items_room(rows, options->weights->heads, options->weights->shape.head_dim,
+                         options->context_max);
+}
+
     uint32_t heads = f->weights->heads, dim = f->weights->shape.head_dim;
-    uint64_t chunk = cu_attention_scratch_bytes(false, o->rows_max, heads, dim, o->context_max);
-    uint32_t rows = o->rows_max < o->logits_max ? o->rows_max : o->logits_max;
-    uint64_t decode = cu_attention_scratch_bytes(true, rows, heads, dim, o->context_max);
+    uint64_t chunk = cu_attention_scratch_bytes(o->rows_max, heads, dim, o->context_max);
+    uint64_t decode = cu_forward_items_room(o) * cu_attention_item_bytes(heads, dim);
 
     return chunk > decode ? chunk : decode;
 }

@@ -22,6 +22,8 @@ typedef struct cu_forward_options {
 
 /* Device bytes that it will take. */
 uint64_t cu_forward_bytes(const cu_forward_options *options);
+/* Of decode attention that its scratch has room for (kernels/cuda/items.h). */
+uint32_t cu_forward_items_room(const cu_forward_options *options);
 /* PD_E_NOMEM, PD_E_INTERNAL (logged). */
 PD_CHECKED pd_status cu_forward_create(gpu *g, const cu_forward_options *options,
                                        cu_forward **forward_out);

@@ -21,7 +21,7 @@
 #define CU_GRAPHS_FAILURES_MAX 8u
 
 typedef struct cu_graph_key {
-    uint32_t rows, positions_max; /* padded */
+    uint32_t rows, items; /* padded; items: of attention */
 } cu_graph_key;
 
 typedef struct cu_graphs {

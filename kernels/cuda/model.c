@@ -52,13 +52,15 @@ static cu_batch_limits limits_of(const kern_loaded *model, uint32_t block_tokens
 {
     const kern_backend_options *o = &model->options;
 
+    const cu_forward_options forward = forward_options_of(model);
     return (cu_batch_limits){.rows_max = o->rows_max,
                              .logits_max = o->slices_max + o->logits_rows_max,
                              .slices_max = o->slices_max,
                              .context_max = o->context_max,
                              .vocab = model->weights.shape.vocab,
                              .block_tokens = block_tokens,
-                             .blocks = blocks};
+                             .blocks = blocks,
+                             .items_room = cu_forward_items_room(&forward)};
 }
 
 /* Device memory by holder, on a rank's device; what the pool's layout decides at its most. */
@@ -292,14 +294,13 @@ static void log_unrecorded(const kern_loaded *model, const cu_graph_key *key, pd
     if (pause != UINT64_MAX)
         snprintf(until, sizeof until, "for %llu steps", (unsigned long long)pause);
     pd_log_warn("msg=\"%s: a step could not be recorded: they are queued call by call %s\" rows=%u "
-                "positions_max=%u status=%s",
-                model->settings.backend, until, key->rows, key->positions_max,
-                pd_status_name(status));
+                "items=%u status=%s",
+                model->settings.backend, until, key->rows, key->items, pd_status_name(status));
 }
 
 static pd_status launch_recorded(kern_loaded *model, const cu_plan *plan, bool *launched_out)
 {
-    const cu_graph_key key = {.rows = plan->step.rows, .positions_max = plan->positions_max};
+    const cu_graph_key key = {.rows = plan->step.rows, .items = plan->items};
     gpu_graph *graph = cu_graphs_find(&model->graphs, &key);
 
     *launched_out = false;
@@ -320,13 +321,20 @@ static pd_status launch_recorded(kern_loaded *model, const cu_plan *plan, bool *
     return status == PD_OK ? cu_groups_record_rest(model->groups, model->stream) : status;
 }
 
-/* A group of ranks is not recorded: what it exchanges may need the host. */
+/* A group of ranks is not recorded: what it exchanges may need the host. Nor is a step whose
+ * attention is several runs, which are cut where its rows end. */
+static bool may_be_recorded(const kern_loaded *model, const cu_plan *plan)
+{
+    return plan->decode && plan->step.runs == 1 && !model->settings.no_graphs &&
+           model->comm == NULL;
+}
+
 static pd_status queue_step(kern_loaded *model, const cu_plan *plan)
 {
     bool launched = false;
 
     pd_status status = cu_batch_upload(model->batch, model->stream, plan);
-    if (status == PD_OK && plan->decode && !model->settings.no_graphs && model->comm == NULL)
+    if (status == PD_OK && may_be_recorded(model, plan))
         status = launch_recorded(model, plan, &launched);
     if (status == PD_OK && !launched)
         status = cu_forward_queue(model->forward, model->stream, plan, &model->kv, model->groups);

@@ -539,7 +539,7 @@ static void a_pool_without_room_for_its_hashes_is_refused_before_it_is_made(void
     const kern_backend_options options = options_of(16);
     const cu_model_settings settings = {.backend = "test"};
     kern_loaded *model = NULL;
-    pd_kv_layout layout = layout_of(file, 1);
+    pd_kv_layout layout = layout_of(file);
     uint64_t before = 0, after = 0;
     void *pool = NULL;
 

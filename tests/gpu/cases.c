@@ -2,6 +2,8 @@
 
 #include "common/kv/tile_sum.h"
 #include "kernels/sampling.h"
+#include "kernels/cuda/items.h"
+#include "kernels/ops.h"
 
 /* Llama 3.1 8B's shape. */
 enum {
@@ -18,6 +20,7 @@ enum {
     BLOCKS = CASE_DECODE_ROWS * CASE_CONTEXT / BLOCK_TOKENS,
     KV_BLOCKS = 512, /* that are sealed, gathered or scattered at once */
     CASES_MAX = 40,
+    ITEMS = CASE_DECODE_ROWS * CASE_CONTEXT / KERN_SPLIT_TOKENS,
 };
 
 static struct {
@@ -63,6 +66,8 @@ static void make_steps(void)
         table[row] = row * (CASE_CONTEXT / BLOCK_TOKENS);
         token[row] = row * 911;
     }
+    static uint32_t item_row[ITEMS], row_item[CASE_DECODE_ROWS];
+    static cu_run run[CASE_DECODE_ROWS];
     all.decode = (cu_step){
         .rows = CASE_DECODE_ROWS,
         .token = put(token, sizeof token),
@@ -77,7 +82,11 @@ static void make_steps(void)
         tile_row[row / CU_TILE_ROWS] = row / CU_TILE_ROWS * CU_TILE_ROWS;
         tile_rows[row / CU_TILE_ROWS] = CU_TILE_ROWS;
     }
+        .runs = cu_items_list(position, CASE_DECODE_ROWS, ITEMS, item_row, row_item, run),
+        .run = run,
     all.prefill = all.decode;
+    all.decode.item_row = put(item_row, sizeof item_row);
+    all.decode.row_item = put(row_item, sizeof row_item);
     all.prefill.rows = CASE_PREFILL_ROWS;
     all.prefill.token = put(token, sizeof token);
     all.prefill.position = put(position, sizeof position);
@@ -135,8 +144,7 @@ static void make_rows(void)
     static cu_sampling sampling[CASE_DECODE_ROWS];
     uint64_t widest = 2 * FFN;
     uint64_t logits = (uint64_t)CASE_DECODE_ROWS * VOCAB, wide = widest * CASE_PREFILL_ROWS;
-    uint64_t decode =
-        cu_attention_scratch_bytes(true, CASE_DECODE_ROWS, HEADS, HEAD_DIM, CASE_CONTEXT);
+    uint64_t decode = ITEMS * cu_attention_item_bytes(HEADS, HEAD_DIM);
     uint64_t chunk =
         cu_attention_scratch_bytes(false, CASE_PREFILL_ROWS, HEADS, HEAD_DIM, CASE_PREFILL_ROWS);
     uint64_t sample = cu_sample_scratch_bytes(CASE_DECODE_ROWS, VOCAB);
