@@ -8,7 +8,7 @@
 int cu_plugin_probe(uint32_t device, int score, char *reason, size_t reason_size)
 {
     uint32_t count = gpu_count(reason, reason_size);
-    gpu *g = NULL;
+    gpu_info info;
 
     if (count == 0)
         return 0;
@@ -16,16 +16,14 @@ int cu_plugin_probe(uint32_t device, int score, char *reason, size_t reason_size
         snprintf(reason, reason_size, "there is no device %u: this machine has %u", device, count);
         return 0;
     }
-    pd_status status = gpu_open(device, &g);
+    pd_status status = gpu_look(device, &info);
     if (status != PD_OK) {
         snprintf(reason, reason_size, "device %u cannot be used (%s; the log says why)", device,
                  pd_status_name(status));
         return 0;
     }
-    const gpu_info *info = gpu_info_of(g);
-    snprintf(reason, reason_size, "%s, %llu MiB", info->name,
-             (unsigned long long)(info->memory_bytes >> 20));
-    gpu_close(g);
+    snprintf(reason, reason_size, "%s, %llu MiB", info.name,
+             (unsigned long long)(info.memory_bytes >> 20));
     return score;
 }
 

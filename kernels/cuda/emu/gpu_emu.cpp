@@ -19,6 +19,26 @@ uint32_t gpu_count(char *reason, size_t reason_size)
     return DEVICES;
 }
 
+pd_status gpu_look(uint32_t device, gpu_info *info_out)
+{
+    gpu_info info = {};
+
+    if (device >= DEVICES) {
+        pd_log_error("msg=\"emulated gpu: there is no device %u\"", device);
+        return PD_E_UNSUPPORTED;
+    }
+    snprintf(info.name, sizeof info.name, "emulated sm_90 (%u)", device);
+    info.numa_node = -1;
+    info.arch = 90;
+    info.processors = 4;
+    info.memory_bytes = MEMORY_BYTES;
+    info.shared_bytes_max = EMU_SHARED_MAX;
+    info.l2_bytes = 32u << 20;
+    info.emulated = true;
+    *info_out = info;
+    return PD_OK;
+}
+
 pd_status gpu_open(uint32_t device, gpu **gpu_out)
 {
     gpu *g = static_cast<gpu *>(pd_calloc(1, sizeof *g));
@@ -26,11 +46,9 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
 
     if (g == NULL)
         return PD_E_NOMEM;
-    if (device >= DEVICES) {
-        pd_log_error("msg=\"emulated gpu: there is no device %u\"", device);
-        status = PD_E_UNSUPPORTED;
+    status = gpu_look(device, &g->info);
+    if (status != PD_OK)
         goto failed;
-    }
     status = emu_queue_open();
     if (status != PD_OK)
         goto failed;
@@ -41,14 +59,7 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
         emu_queue_close();
         goto failed;
     }
-    snprintf(g->info.name, sizeof g->info.name, "emulated sm_90 (%u)", device);
-    g->info.numa_node = -1;
-    g->info.arch = 90;
-    g->info.processors = 4;
-    g->info.memory_bytes = g->info.memory_free_bytes = MEMORY_BYTES;
-    g->info.shared_bytes_max = EMU_SHARED_MAX;
-    g->info.l2_bytes = 32u << 20;
-    g->info.emulated = true;
+    g->info.memory_free_bytes = MEMORY_BYTES;
     *gpu_out = g;
     return PD_OK;
 failed:
@@ -76,6 +87,11 @@ void gpu_use(gpu *g)
 const gpu_info *gpu_info_of(const gpu *g)
 {
     return &g->info;
+}
+
+pd_status gpu_met(gpu *g, int error, const char *call)
+{
+    return error == 0 ? PD_OK : emu_break(g, "%s failed with error %d", call, error);
 }
 
 const char *gpu_broken(const gpu *g)
