@@ -8,6 +8,7 @@
 #include "kernels/cuda/pool.h"
 
 #include <stdio.h>
+#include <string.h>
 #include <unistd.h>
 
 /* Between two looks at a step that may wait for other ranks. */
@@ -26,7 +27,7 @@ struct kern_loaded {
     gpu_stream *stream; /* steps */
     gpu_event *done;    /* the step's last */
     cu_graphs graphs;
-    char name[160];
+    char name[256];
     /* from bind on */
     bool bound;
     cu_kv kv;
@@ -51,8 +52,8 @@ static cu_forward_options forward_options_of(const kern_loaded *model)
 static cu_batch_limits limits_of(const kern_loaded *model, uint32_t block_tokens, uint32_t blocks)
 {
     const kern_backend_options *o = &model->options;
-
     const cu_forward_options forward = forward_options_of(model);
+
     return (cu_batch_limits){.rows_max = o->rows_max,
                              .logits_max = o->slices_max + o->logits_rows_max,
                              .slices_max = o->slices_max,
@@ -122,6 +123,19 @@ static pd_status join(kern_loaded *model)
     return status == PD_OK ? cu_pool_create(&pool, &model->pool) : status;
 }
 
+/* What multiplies goes into the description. */
+static void add_products(kern_loaded *model)
+{
+    const char *products = cu_forward_products(model->forward);
+    size_t used = strlen(model->name);
+
+    if (products[0] == '\0')
+        return;
+    snprintf(model->name + used, sizeof model->name - used, ", %s", products);
+    pd_log_info("msg=\"%s: %s\" device=%u", model->settings.backend, products,
+                model->device_number);
+}
+
 static pd_status load(kern_loaded *model, const pd_model_file *file)
 {
     pd_status status = cu_weights_plan(file, model->options.rank, model->ranks, &model->weights);
@@ -133,6 +147,8 @@ static pd_status load(kern_loaded *model, const pd_model_file *file)
         return status;
     cu_forward_options forward = forward_options_of(model);
     status = cu_forward_create(model->device, &forward, &model->forward);
+    if (status == PD_OK)
+        add_products(model);
     if (status == PD_OK)
         status = gpu_stream_create(model->device, &model->stream);
     if (status == PD_OK)

@@ -3,6 +3,7 @@
  * that fails never gives a token. */
 
 #include "kernels/cuda/model.h"
+#include "kernels/cuda/weights.h"
 #include "kernels/model/host.h"
 #include "kernels/model/sample.h"
 #include "tests/gpu-emu/device.h"
@@ -75,6 +76,25 @@ static const given models[] = {
       .gate = PD_Q4_1,
       .up = PD_Q4_1,
       .down = PD_Q4_1}},
+    {"f32",
+     0.01,
+     {.hidden = 64,
+      .heads = 2,
+      .kv_heads = 2,
+      .head_dim = 32,
+      .ffn = 128,
+      .layers = 2,
+      .vocab = VOCAB,
+      .context = 512,
+      .embedding = PD_F32,
+      .query = PD_F32,
+      .key = PD_F32,
+      .value = PD_F32,
+      .output = PD_F32,
+      .gate = PD_F32,
+      .up = PD_F32,
+      .down = PD_F32,
+      .head = PD_F32}},
     {"f16",
      0.06,
      {.hidden = 128,
@@ -533,6 +553,38 @@ static void what_does_not_fit_is_refused_before_it_is_tried(void **state)
 }
 
 /* More than the device has, by the hashes alone: nothing is taken, and a smaller pool fits. */
+/* Rows enough for cuBLASLt, where there is one, and 16-bit weights: what multiplies is told. */
+static void what_multiplies_is_in_the_description(void **state)
+{
+    const kern_backend_options options = {
+        .context_max = 64, .rows_max = 1024, .slices_max = 8, .logits_rows_max = 8};
+    const cu_model_settings settings = {.backend = "test"};
+
+    (void)state;
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        pd_model_file *file = tiny_open_shape(&models[i].shape);
+        kern_loaded *model = NULL;
+        assert_int_equal(cu_model_create(file, &options, &settings, &model), PD_OK);
+        bool told = strstr(cu_model_describe(model), "cuBLASLt") != NULL;
+        bool halves = models[i].shape.value == PD_F16 || models[i].shape.up == PD_BF16;
+        assert_true(told == halves);
+        cu_model_destroy(model);
+        pd_model_file_close(file);
+    }
+}
+
+/* Each leaf of a sum is whole blocks of every format: 32 columns, 16 of 16-bit ones. */
+static void leaves_are_whole_blocks_of_every_format(void **state)
+{
+    (void)state;
+    for (uint32_t kv_heads = 1; kv_heads <= 80; kv_heads++)
+        for (uint32_t cols = 32; cols < 4000; cols += 32) {
+            const pd_model_shape shape = {.kv_heads = kv_heads};
+            uint32_t leaves = cu_leaves_of(&shape, cols);
+            assert_true(leaves > 0 && cols % leaves == 0 && cols / leaves % 32 == 0);
+        }
+}
+
 static void a_pool_without_room_for_its_hashes_is_refused_before_it_is_made(void **state)
 {
     pd_model_file *file = tiny_open_shape(&models[1].shape);
@@ -671,6 +723,8 @@ int main(void)
         cmocka_unit_test(what_is_out_of_range_is_refused),
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
         cmocka_unit_test(what_does_not_fit_is_refused_before_it_is_tried),
+        cmocka_unit_test(what_multiplies_is_in_the_description),
+        cmocka_unit_test(leaves_are_whole_blocks_of_every_format),
         cmocka_unit_test(a_pool_without_room_for_its_hashes_is_refused_before_it_is_made),
         cmocka_unit_test(a_recording_that_fails_is_tried_again_later),
         cmocka_unit_test(creation_survives_every_failed_allocation),
