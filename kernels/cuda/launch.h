@@ -174,8 +174,8 @@ PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu
  * is not computed, and positions_max bounds positions. A token's K and V that are no numbers reach
  * its own row and later ones alone: some element of theirs is no number, too. head_dim: 32, 64, 80,
  * 96, 128, 256, others are PD_E_UNSUPPORTED. scratch: for decode cu_attention_item_bytes for each
- * item of the largest run; else cu_attention_scratch_bytes (at most CU_ATTENTION_SCRATCH, and a word
- * a row and head). */
+ * item of the largest run; else cu_attention_scratch_bytes: at most CU_ATTENTION_SCRATCH, and a
+ * word a row and head. */
 bool cu_attention_supports(uint32_t head_dim);
 #define CU_ATTENTION_SCRATCH (64u << 20)
 uint64_t cu_attention_item_bytes(uint32_t heads, uint32_t head_dim);
