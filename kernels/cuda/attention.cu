@@ -62,25 +62,43 @@ CU_DEVICE merge_term find_term(const float *stats, uint32_t split, uint32_t spli
     return term;
 }
 
+/* A warp's row; CU_ROW_NONE: none. Decode: of the run; prefill: of a tile that has splits. */
+CU_DEVICE uint32_t find_row(const attention_args *args, uint32_t head)
+{
+    if (!args->part_only)
+        return args->run.row + blockIdx.y;
+    uint32_t rows = args->live[blockIdx.z * args->kv_heads + head / args->heads_each];
+    uint32_t row = args->tile_row[blockIdx.z];
+    if (blockIdx.y >= rows || args->position[row] + rows <= ATTENTION_SPLIT)
+        return CU_ROW_NONE;
+    return row + blockIdx.y;
+}
+
 /* A warp is one row and head: its splits folded in order, a lane to four columns. decode: a row of
- * one split is written already. */
+ * one split is written already, and padding, too. */
 template <int D> CU_KERNEL(MERGE_WARPS * 32, 4) attention_merge_kernel(const attention_args args)
 {
     const uint32_t vectors = (D + 127) / 128;
-    uint32_t lane = threadIdx.x % 32, row = blockIdx.y;
+    uint32_t lane = threadIdx.x % 32;
     uint32_t head = blockIdx.x * MERGE_WARPS + threadIdx.x / 32;
-    uint32_t position = args.position[row];
     float largest = -INFINITY, sum = 0;
     float4 value[vectors];
 
-    if (head >= args.heads || position == CU_ROW_NONE)
+    if (head >= args.heads)
         return;
-    uint32_t splits = position / ATTENTION_SPLIT + 1;
-    if (splits == 1 && !args.part_only)
+    uint32_t row = find_row(&args, head);
+    if (row == CU_ROW_NONE)
+        return;
+    uint32_t position = args.position[row];
+    uint32_t splits = position == CU_ROW_NONE ? 0 : position / ATTENTION_SPLIT + 1;
+    if (splits <= 1 && !args.part_only)
         return;
     uint64_t out = (uint64_t)row * args.heads + head;
-    const float *parts = args.part + out * args.splits * D;
-    const float *stats = args.stats + out * args.splits * 2;
+    uint64_t place = args.part_only
+                         ? out * args.splits
+                         : (uint64_t)head * args.run.items + (args.row_item[row] - args.run.item);
+    const float *parts = args.part + place * D;
+    const float *stats = args.stats + place * 2;
 #pragma unroll
     for (uint32_t v = 0; v < vectors; v++)
         value[v] = {0, 0, 0, 0};
@@ -125,10 +143,11 @@ bool cu_attention_supports(uint32_t head_dim)
            head_dim == 128 || head_dim == 256;
 }
 
+/* Decode: the run's rows; prefill: a tile's rows, and tiles. */
 static pd_status merge(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
-                       uint32_t rows)
+                       uint32_t rows, uint32_t tiles)
 {
-    dim3 grid((args->heads + MERGE_WARPS - 1) / MERGE_WARPS, rows), block(MERGE_WARPS * 32);
+    dim3 grid((args->heads + MERGE_WARPS - 1) / MERGE_WARPS, rows, tiles), block(MERGE_WARPS * 32);
 
     switch (head_dim) {
     case 32: return CU_LAUNCH((attention_merge_kernel<32>), grid, block, 0, stream, *args);
@@ -146,18 +165,29 @@ static uint32_t splits_of(uint32_t positions_max)
     return (positions_max + ATTENTION_SPLIT - 1) / ATTENTION_SPLIT;
 }
 
-static uint64_t part_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim, uint32_t splits)
+uint64_t cu_attention_item_bytes(uint32_t heads, uint32_t head_dim)
 {
-    return (uint64_t)rows * heads * splits * (head_dim + 2) * sizeof(float);
+    return (uint64_t)heads * (head_dim + 2) * sizeof(float);
 }
 
-uint64_t cu_attention_scratch_bytes(bool decode, uint32_t rows, uint32_t heads, uint32_t head_dim,
+static uint64_t part_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim, uint32_t splits)
+{
+    return (uint64_t)rows * splits * cu_attention_item_bytes(heads, head_dim);
+}
+
+/* A word a tile and KV head, of which there are no more than rows and heads. */
+static uint64_t live_bytes(uint32_t rows, uint32_t heads)
+{
+    return ((uint64_t)rows * heads * sizeof(uint32_t) + 255) / 256 * 256;
+}
+
+uint64_t cu_attention_scratch_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim,
                                     uint32_t positions_max)
 {
     uint32_t splits = splits_of(positions_max);
     uint64_t bytes = splits > 1 ? part_bytes(rows, heads, head_dim, splits) : 0;
 
-    return decode || bytes < CU_ATTENTION_PREFILL_SCRATCH ? bytes : CU_ATTENTION_PREFILL_SCRATCH;
+    return live_bytes(rows, heads) + (bytes < CU_ATTENTION_SCRATCH ? bytes : CU_ATTENTION_SCRATCH);
 }
 
 /* Tiles that fill a GPU by themselves go through their contexts split by split, which costs no
@@ -170,8 +200,7 @@ static bool prefill_splits(const cu_step *step, const cu_kv *kv, uint32_t heads,
     uint64_t blocks = (uint64_t)step->tiles * kv->kv_heads * args->head_blocks;
 
     return args->splits > 1 && blocks < PREFILL_BLOCKS_ENOUGH &&
-           part_bytes(step->rows, heads, kv->head_dim, args->splits) <=
-               CU_ATTENTION_PREFILL_SCRATCH;
+           part_bytes(step->rows, heads, kv->head_dim, args->splits) <= CU_ATTENTION_SCRATCH;
 }
 
 /* Where K of the layer, block 0 and head 0 lies, and the strides (common/kv/layout.h). */
@@ -190,6 +219,36 @@ static void find_layer(const cu_kv *kv, uint32_t layer, attention_args *args)
                  (layer - before) * kv->layer_bytes;
 }
 
+static pd_status attend_runs(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
+                             attention_args *args)
+{
+    pd_status status = PD_OK;
+
+    for (uint32_t i = 0; status == PD_OK && i < step->runs; i++) {
+        args->run = step->run[i];
+        args->stats = args->part + (uint64_t)args->heads * args->run.items * kv->head_dim;
+        status = attention_decode(stream, args, kv->head_dim, kv->kv_heads);
+        if (status == PD_OK && args->run.items > args->run.rows)
+            status = merge(stream, args, kv->head_dim, args->run.rows, 1);
+    }
+    return status;
+}
+
+static pd_status attend_tiles(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
+                              uint32_t positions_max, void *scratch, attention_args *args)
+{
+    pd_assert(step->tiles <= step->rows);
+    args->splits = splits_of(positions_max);
+    args->part_only = prefill_splits(step, kv, args->heads, args);
+    args->live = (uint32_t *)scratch;
+    args->part = (float *)((uint8_t *)scratch + live_bytes(step->rows, args->heads));
+    args->stats = args->part + (uint64_t)step->rows * args->heads * args->splits * kv->head_dim;
+    pd_status status = attention_prefill(stream, args, kv->head_dim, kv->kv_heads, step->tiles);
+    if (status == PD_OK && args->part_only)
+        status = merge(stream, args, kv->head_dim, CU_TILE_ROWS, step->tiles);
+    return status;
+}
+
 pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv, uint32_t layer,
                        uint32_t heads, bool decode, uint32_t positions_max, float scale,
                        const float *qkv, float *out, void *scratch)
@@ -202,6 +261,7 @@ pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
     find_layer(kv, layer, &args);
     args.qkv = qkv;
     args.qkv_stride = (heads + 2 * (uint64_t)kv->kv_heads) * head_dim;
+    args.kv_heads = kv->kv_heads;
     args.heads = heads;
     args.heads_each = heads / kv->kv_heads;
     args.head_blocks = decode ? attention_decode_blocks(head_dim, args.heads_each)
@@ -213,17 +273,14 @@ pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
     args.tile_row = step->tile_row;
     args.tile_rows = step->tile_rows;
     args.scale = scale;
-    args.splits = splits_of(positions_max);
-    args.part_only = !decode && prefill_splits(step, kv, heads, &args);
+    args.item_row = step->item_row;
+    args.row_item = step->row_item;
     args.out = out;
     args.part = (float *)scratch;
-    args.stats = args.part + (uint64_t)step->rows * heads * args.splits * head_dim;
-    status = decode ? attention_decode(stream, &args, head_dim, kv->kv_heads, step->rows)
-                    : attention_prefill(stream, &args, head_dim, kv->kv_heads, step->tiles);
+    status = decode ? attend_runs(stream, step, kv, &args)
+                    : attend_tiles(stream, step, kv, positions_max, scratch, &args);
     if (status == PD_E_UNSUPPORTED)
         pd_log_error("msg=\"attention: no CUDA kernel for heads of this size\" head_dim=%u",
                      head_dim);
-    if (status != PD_OK || args.splits == 1 || (!decode && !args.part_only))
-        return status;
-    return merge(stream, &args, head_dim, step->rows);
+    return status;
 }

@@ -12,7 +12,7 @@
  * is one formula everywhere (as kernels/ref/ops.c merges splits). Decode gives each run of a split
  * to a warp and each split to a block; prefill walks them with one warp. Neither changes a bit:
  * - a row of an mma's result depends on that row of A alone, and a masked position adds p * v with
- *   p = 0 and v finite: an exact zero;
+ *   p = 0 and v finite: an exact zero (prefill takes care that it is, see attention_prefill.cu);
  * - a run that lies wholly after a row's position folds in as x * 1 + 0 * e;
  * - the sign of zero, which such a sum may lose, is taken off at the end.
  *
@@ -44,23 +44,31 @@ typedef struct attention_args {
     const uint8_t *pool;                            /* K of the layer, block 0, head 0 */
     uint64_t block_stride, head_stride, half_bytes; /* V lies half_bytes on */
     uint32_t block_tokens;
+    uint32_t kv_heads;
     uint32_t heads, heads_each; /* of the model (rank), of a KV head */
     uint32_t head_blocks,
         heads_in_block; /* a KV head's heads over blocks; the last may have less */
     const uint32_t *position, *table;
     const pd_block *blocks;
     const uint32_t *tile_row, *tile_rows;
+    const uint32_t *item_row, *row_item;
+    cu_run run; /* decode: what the launch has to do */
     float scale;
-    uint32_t splits; /* that have room in the scratch */
-    bool part_only;  /* prefill: a block computes one split (its blockIdx.x), not all in turn */
-    float *out;      /* [row][heads][head_dim] */
-    float *part;     /* [row][heads][splits][head_dim]: a split's weighted V */
-    float *stats;    /* [row][heads][splits][2]: its largest score and its sum */
+    uint32_t splits; /* prefill: that have room in the scratch */
+    /* prefill: a block computes one split (its blockIdx.x), not all in turn, but for a tile that
+     * has one split alone */
+    bool part_only;
+    float *out; /* [row][heads][head_dim] */
+    /* A split's weighted V: [place][head_dim], and its largest score and sum: [place][2]. A place
+     * is [row][heads][splits] in prefill, [heads][item of the run] in decode: a row's splits are
+     * neighbours. */
+    float *part, *stats;
+    uint32_t *live; /* prefill: [tile][kv_heads] the tile's rows that see numbers alone */
 } attention_args;
 
 /* attention_decode.cu, attention_prefill.cu. PD_E_UNSUPPORTED: head_dim has no kernel. */
 pd_status attention_decode(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
-                           uint32_t kv_heads, uint32_t rows);
+                           uint32_t kv_heads);
 pd_status attention_prefill(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
                             uint32_t kv_heads, uint32_t tiles);
 /* Blocks over which a KV head's query heads are spread. */

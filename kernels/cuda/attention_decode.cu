@@ -6,7 +6,8 @@
  * warp asks for its whole K at once, chunk by chunk, and for a chunk of V as soon as that chunk of
  * K is used up, into its place.
  *
- * The grid is made for positions_max; a split past its row's position leaves at once.
+ * A grid's blocks are the items of a run (kernels/cuda/items.h): what there is, and an eighth more
+ * at most in a recorded launch, which leaves at once.
  *
  * Ladder: see attention.cu. */
 
@@ -25,7 +26,8 @@ template <int D> struct decode_shape {
 typedef struct decode_place {
     uint32_t row, split, kv_head, head, heads; /* head: first of this block's, of all */
     uint32_t count;                            /* positions of the split that the row sees */
-    uint32_t splits;                           /* of the row */
+    uint32_t splits;                           /* of the row; 0: padding */
+    uint32_t part;                             /* of the run's items */
 } decode_place;
 
 /* A warp's chunks: where each one's K lies (16 * lane on), how many positions and chunks there are.
@@ -247,30 +249,41 @@ CU_DEVICE void fold_runs(const attention_args *args, const decode_place *place,
             cu_store<float4>(args->out + out * D + column, value);
             continue;
         }
-        uint64_t part = out * args->splits + place->split;
+        uint64_t part = (uint64_t)(place->head + head) * args->run.items + place->part;
         cu_store<float4>(args->part + part * D + column, value);
         if (column == 0)
             cu_store<float2>(args->stats + part * 2, state);
     }
 }
 
+/* What nobody attends for must be numbers all the same: it is quantised and multiplied. */
+template <int D> CU_DEVICE void write_zeros(const attention_args *args, const decode_place *place)
+{
+    float4 zeros = {0, 0, 0, 0};
+
+    for (uint32_t at = threadIdx.x; at < place->heads * (D / 4); at += WARPS * 32)
+        cu_store<float4>(
+            args->out + ((uint64_t)place->row * args->heads + place->head) * D + at * 4, zeros);
+}
+
 /* False: nothing to do here, for the whole block. */
 CU_DEVICE bool find_place(const attention_args *args, decode_place *place)
 {
+    uint32_t item = args->run.item + blockIdx.x;
     uint32_t head = blockIdx.y % args->head_blocks * args->heads_in_block;
     uint32_t left = args->heads_each > head ? args->heads_each - head : 0;
 
-    place->row = blockIdx.z;
-    place->split = blockIdx.x;
+    place->row = args->item_row[item];
+    if (place->row == CU_ROW_NONE)
+        return false;
+    place->split = item - args->row_item[place->row];
+    place->part = blockIdx.x;
     place->kv_head = blockIdx.y / args->head_blocks;
     place->head = place->kv_head * args->heads_each + head;
     place->heads = left < args->heads_in_block ? left : args->heads_in_block;
     uint32_t position = args->position[place->row];
-    uint32_t first = place->split * ATTENTION_SPLIT;
-    if (position == CU_ROW_NONE || first > position)
-        return false;
-    place->splits = position / ATTENTION_SPLIT + 1;
-    place->count = position + 1 - first;
+    place->splits = position == CU_ROW_NONE ? 0 : position / ATTENTION_SPLIT + 1;
+    place->count = position + 1 - place->split * ATTENTION_SPLIT;
     place->count = place->count < ATTENTION_SPLIT ? place->count : ATTENTION_SPLIT;
     return true;
 }
@@ -322,6 +335,10 @@ attention_decode_kernel(const attention_args args)
 
     if (!find_place(&args, &place))
         return;
+    if (place.splits == 0) {
+        write_zeros<D>(&args, &place);
+        return;
+    }
     find_chunks(&args, &place, warp, lane, D * 2, &run);
     if (run.chunks > 0)
         attend_run<D, GROUPS>(&args, &place, &run, shared + warp * decode_shape<D>::warp_bytes,
@@ -338,10 +355,9 @@ uint32_t attention_decode_blocks(uint32_t head_dim, uint32_t heads_each)
 }
 
 template <int D>
-static pd_status launch(gpu_stream *stream, const attention_args *args, uint32_t kv_heads,
-                        uint32_t rows)
+static pd_status launch(gpu_stream *stream, const attention_args *args, uint32_t kv_heads)
 {
-    dim3 grid(args->splits, kv_heads * args->head_blocks, rows), block(WARPS * 32);
+    dim3 grid(args->run.items, kv_heads * args->head_blocks), block(WARPS * 32);
     const uint32_t shared_bytes = WARPS * decode_shape<D>::warp_bytes;
 
     if (args->heads_in_block <= 8)
@@ -352,15 +368,15 @@ static pd_status launch(gpu_stream *stream, const attention_args *args, uint32_t
 }
 
 pd_status attention_decode(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
-                           uint32_t kv_heads, uint32_t rows)
+                           uint32_t kv_heads)
 {
     switch (head_dim) {
-    case 32: return launch<32>(stream, args, kv_heads, rows);
-    case 64: return launch<64>(stream, args, kv_heads, rows);
-    case 80: return launch<80>(stream, args, kv_heads, rows);
-    case 96: return launch<96>(stream, args, kv_heads, rows);
-    case 128: return launch<128>(stream, args, kv_heads, rows);
-    case 256: return launch<256>(stream, args, kv_heads, rows);
+    case 32: return launch<32>(stream, args, kv_heads);
+    case 64: return launch<64>(stream, args, kv_heads);
+    case 80: return launch<80>(stream, args, kv_heads);
+    case 96: return launch<96>(stream, args, kv_heads);
+    case 128: return launch<128>(stream, args, kv_heads);
+    case 256: return launch<256>(stream, args, kv_heads);
     }
     return PD_E_UNSUPPORTED;
 }

@@ -8,9 +8,16 @@
  * lane comes by. Where there are few tiles, a block computes one split instead and leaves it to
  * attention_merge.
  *
+ * A tile's rows share V, and for a row's sum the tokens behind it count zero times, which is zero
+ * only for numbers. So a small kernel looks through V of the tile's own tokens first (the large one
+ * has no registers for it): where one has no numbers, the tile ends before it, for that KV head,
+ * and the rows that see it get no numbers.
+ *
  * Ladder: see attention.cu. */
 
 #include "kernels/cuda/attention.h"
+
+#define LIVE_WARPS 4u
 
 template <int D> struct prefill_shape {
     static const uint32_t warps_max = D <= 128 ? 4 : 2; /* sm_80 has 163 KiB for a block */
@@ -80,14 +87,14 @@ CU_DEVICE bool find_place(const attention_args *args, prefill_place *place)
 {
     uint32_t runs;
 
-    place->rows = args->tile_rows[blockIdx.z];
+    place->kv_head = blockIdx.y / args->head_blocks;
+    place->rows = args->live[blockIdx.z * args->kv_heads + place->kv_head];
     if (place->rows == 0)
         return false;
     place->row = args->tile_row[blockIdx.z];
     place->position = args->position[place->row];
     place->last = place->position + place->rows - 1;
     place->table = args->table[place->row];
-    place->kv_head = blockIdx.y / args->head_blocks;
     runs = place->last / ATTENTION_RUN + 1;
     place->run_from = 0;
     place->run_to = runs;
@@ -97,6 +104,12 @@ CU_DEVICE bool find_place(const attention_args *args, prefill_place *place)
         place->run_to = place->run_to < runs ? place->run_to : runs;
     }
     return place->run_from < place->run_to;
+}
+
+/* Its splits are parts, for the merge. */
+CU_DEVICE bool is_part(const attention_args *args, const prefill_place *place)
+{
+    return args->part_only && place->last >= ATTENTION_SPLIT;
 }
 
 CU_DEVICE void find_rows(const attention_args *args, const prefill_place *place, uint32_t lane,
@@ -370,6 +383,43 @@ CU_DEVICE void start_rows(const attention_args *args, const prefill_place *place
     }
 }
 
+CU_DEVICE bool is_number(uint32_t halves)
+{
+    return (halves & 0x7c00) != 0x7c00 && (halves & 0x7c000000) != 0x7c000000;
+}
+
+/* A warp is a tile and KV head: how many of the tile's rows see numbers alone, the others' results.
+ * The tile's first token is not looked at: all its rows see it. */
+CU_KERNEL(LIVE_WARPS * 32, 1) attention_live_kernel(const attention_args args, uint32_t dim)
+{
+    uint32_t tile = blockIdx.x, lane = threadIdx.x % 32;
+    uint32_t kv_head = blockIdx.y * LIVE_WARPS + threadIdx.x / 32;
+    uint32_t rows = args.tile_rows[tile], pieces = dim / 8, live = rows;
+
+    if (kv_head >= args.kv_heads)
+        return;
+    uint32_t row = args.tile_row[tile], first = rows > 0 ? args.position[row] : 0;
+    const uint8_t *values = args.pool + kv_head * args.head_stride + args.half_bytes;
+    for (uint32_t i = pieces + lane; i < rows * pieces; i += 32) {
+        uint32_t at = i / pieces;
+        uint4 v = cu_load<uint4>(
+            values + attention_chunk_offset(&args, args.table[row], first + at, dim * 2) +
+            i % pieces * 16);
+        if (!is_number(v.x) || !is_number(v.y) || !is_number(v.z) || !is_number(v.w))
+            live = at < live ? at : live;
+    }
+    for (uint32_t by = 16; by > 0; by /= 2) {
+        uint32_t other = cu_shuffle_xor(CU_ALL, live, by);
+        live = other < live ? other : live;
+    }
+    if (lane == 0)
+        args.live[tile * args.kv_heads + kv_head] = live;
+    for (uint32_t at = live; at < rows; at++)
+        for (uint32_t i = lane; i < args.heads_each * dim; i += 32)
+            args.out[((uint64_t)(row + at) * args.heads + kv_head * args.heads_each) * dim + i] =
+                NAN;
+}
+
 template <int D>
 CU_KERNEL(prefill_shape<D>::warps_max * 32, D <= 128 ? 2 : 1)
 attention_prefill_kernel(const attention_args args)
@@ -420,12 +470,12 @@ attention_prefill_kernel(const attention_args args)
         uint32_t split = run / ATTENTION_SPLIT_RUNS;
         if (next % ATTENTION_SPLIT_RUNS != 0 && next != place.run_to)
             continue;
-        if (args.part_only)
+        if (is_part(&args, &place))
             write_part<D>(&args, position, lane, split, &state);
         else
             fold_split<D>(lane, split, &state);
     }
-    if (!args.part_only)
+    if (!is_part(&args, &place))
         write_rows<D>(&args, position, lane, &state);
 }
 
@@ -452,6 +502,14 @@ static pd_status launch(gpu_stream *stream, const attention_args *args, uint32_t
 pd_status attention_prefill(gpu_stream *stream, const attention_args *args, uint32_t head_dim,
                             uint32_t kv_heads, uint32_t tiles)
 {
+    dim3 grid(tiles, (kv_heads + LIVE_WARPS - 1) / LIVE_WARPS);
+
+    if (!cu_attention_supports(head_dim))
+        return PD_E_UNSUPPORTED;
+    pd_status status =
+        CU_LAUNCH(attention_live_kernel, grid, dim3(LIVE_WARPS * 32), 0, stream, *args, head_dim);
+    if (status != PD_OK)
+        return status;
     switch (head_dim) {
     case 32: return launch<32>(stream, args, kv_heads, tiles);
     case 64: return launch<64>(stream, args, kv_heads, tiles);

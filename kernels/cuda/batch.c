@@ -2,17 +2,15 @@
 
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "kernels/cuda/items.h"
 
 #include <string.h>
 
 #define ALIGNMENT 64
-/* A decode step attends up to a power of two positions, this at least: few graphs, and a split's
- * worth of positions more than there are costs nothing but its launch. */
-#define POSITIONS_MIN 256
-
 /* Offsets in the upload, from the counts. */
 typedef struct places {
     uint64_t broken, token_out, token, position, table, tile_row, tile_rows, logits_row, sampling;
+    uint64_t item_row, row_item;
     uint64_t blocks; /* the last: its end depends on the step */
 } places;
 
@@ -29,6 +27,7 @@ struct cu_batch {
     uint32_t *tile_row, *tile_rows;     /* [rows_max] */
     uint32_t *logits_row;               /* [logits_max] */
     cu_sampling *sampling;              /* [logits_max] */
+    cu_run *runs;                       /* [decode_rows_max] */
 };
 
 static uint64_t place(uint64_t *at, uint64_t bytes)
@@ -39,7 +38,8 @@ static uint64_t place(uint64_t *at, uint64_t bytes)
     return here;
 }
 
-static places places_of(uint32_t rows, uint32_t tiles, uint32_t logits)
+/* items: 0 where a step is no decode step. */
+static places places_of(uint32_t rows, uint32_t tiles, uint32_t logits, uint32_t items)
 {
     places p;
     uint64_t at = 0;
@@ -53,8 +53,15 @@ static places places_of(uint32_t rows, uint32_t tiles, uint32_t logits)
     p.tile_rows = place(&at, (uint64_t)tiles * sizeof(uint32_t));
     p.logits_row = place(&at, (uint64_t)logits * sizeof(uint32_t));
     p.sampling = place(&at, (uint64_t)logits * sizeof(cu_sampling));
+    p.item_row = place(&at, (uint64_t)items * sizeof(uint32_t));
+    p.row_item = place(&at, items > 0 ? (uint64_t)rows * sizeof(uint32_t) : 0);
     p.blocks = at;
     return p;
+}
+
+static uint32_t decode_rows_max(const cu_batch_limits *limits)
+{
+    return limits->rows_max < limits->logits_max ? limits->rows_max : limits->logits_max;
 }
 
 /* A decode step's rows: one matmul tile is eight, and beyond a few tiles half a tile more or less
@@ -62,8 +69,7 @@ static places places_of(uint32_t rows, uint32_t tiles, uint32_t logits)
 static uint32_t padded(const cu_batch_limits *limits, uint32_t rows)
 {
     uint32_t unit = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : rows <= 64 ? 8 : 32;
-    uint32_t up = (rows + unit - 1) / unit * unit;
-    uint32_t most = limits->rows_max < limits->logits_max ? limits->rows_max : limits->logits_max;
+    uint32_t up = (rows + unit - 1) / unit * unit, most = decode_rows_max(limits);
 
     return up < most ? up : most;
 }
@@ -77,7 +83,9 @@ static uint32_t blocks_max(const cu_batch_limits *limits)
 
 uint64_t cu_batch_bytes(const cu_batch_limits *limits)
 {
-    places p = places_of(limits->rows_max, limits->rows_max, limits->logits_max);
+    /* padding adds nothing: it ends where the room does, or there are several runs and none */
+    uint32_t items = decode_rows_max(limits) * cu_items_of(limits->context_max - 1);
+    places p = places_of(limits->rows_max, limits->rows_max, limits->logits_max, items);
 
     return p.blocks + (uint64_t)blocks_max(limits) * sizeof(pd_block);
 }
@@ -93,9 +101,10 @@ static pd_status allocate(cu_batch *batch)
     batch->tile_rows = pd_calloc(rows, sizeof *batch->tile_rows);
     batch->logits_row = pd_calloc(logits, sizeof *batch->logits_row);
     batch->sampling = pd_calloc(logits, sizeof *batch->sampling);
+    batch->runs = pd_calloc(decode_rows_max(&batch->limits), sizeof *batch->runs);
     if (batch->token == NULL || batch->position == NULL || batch->table == NULL ||
         batch->tile_row == NULL || batch->tile_rows == NULL || batch->logits_row == NULL ||
-        batch->sampling == NULL)
+        batch->sampling == NULL || batch->runs == NULL)
         return PD_E_NOMEM;
     pd_status status = gpu_host_alloc(batch->device, batch->bytes, (void **)&batch->host);
     if (status == PD_OK)
@@ -136,6 +145,7 @@ void cu_batch_destroy(cu_batch *batch)
     pd_free(batch->tile_rows);
     pd_free(batch->logits_row);
     pd_free(batch->sampling);
+    pd_free(batch->runs);
     pd_free(batch);
 }
 
@@ -294,6 +304,23 @@ static void write_upload(cu_batch *batch, const kern_backend_step *step, const p
     pd_assert(at <= batch->bytes && at == plan->upload_bytes);
 }
 
+/* The rows' positions lie in the upload already, padding among them. */
+static void write_items(cu_batch *batch, const places *p, cu_plan *plan)
+{
+    const uint32_t *position = (const uint32_t *)(batch->host + p->position);
+    uint32_t *item_row = (uint32_t *)(batch->host + p->item_row);
+    uint32_t *row_item = (uint32_t *)(batch->host + p->row_item);
+
+    plan->step.run = batch->runs;
+    plan->step.runs = cu_items_list(position, plan->step.rows, batch->limits.items_room, item_row,
+                                    row_item, batch->runs);
+    cu_run *last = &batch->runs[plan->step.runs - 1];
+    for (uint32_t item = last->item + last->items; item < plan->items; item++) {
+        item_row[item] = CU_ROW_NONE;
+        last->items++;
+    }
+}
+
 /* Rows from the first to the last whose logits are wanted, and the tiles they are in. */
 static void find_live(const cu_batch *batch, cu_plan *plan)
 {
@@ -316,17 +343,27 @@ static void find_live(const cu_batch *batch, cu_plan *plan)
     plan->tiles_live = tile - plan->tile_first;
 }
 
-static uint32_t positions_of(const cu_batch *batch, bool decode)
+static uint32_t positions_of(const cu_batch *batch)
 {
-    uint32_t above = 0, bucket = POSITIONS_MIN;
+    uint32_t above = 0;
 
     for (uint32_t row = 0; row < batch->rows; row++)
         above = batch->position[row] >= above ? batch->position[row] + 1 : above;
-    while (bucket < above)
-        bucket *= 2;
-    if (!decode)
-        return above;
-    return bucket < batch->limits.context_max ? bucket : batch->limits.context_max;
+    return above;
+}
+
+/* Of a decode step of `rows` rows, padding included: padded, where they fit into the room at once.
+ */
+static uint32_t items_of(const cu_batch *batch, uint32_t rows)
+{
+    uint32_t items = rows - batch->rows, room = batch->limits.items_room;
+
+    for (uint32_t row = 0; row < batch->rows; row++)
+        items += cu_items_of(batch->position[row]);
+    if (items > room)
+        return items;
+    uint32_t up = cu_items_padded(rows, items);
+    return up < room ? up : room;
 }
 
 pd_status cu_batch_build(cu_batch *batch, const kern_backend_step *step, cu_plan *plan_out)
@@ -347,9 +384,10 @@ pd_status cu_batch_build(cu_batch *batch, const kern_backend_step *step, cu_plan
     plan.step.rows = plan.decode ? padded(&batch->limits, batch->rows) : batch->rows;
     plan.logits = plan.decode ? plan.step.rows : batch->logits;
     plan.step.tiles = plan.decode ? 0 : batch->tiles;
-    plan.positions_max = positions_of(batch, plan.decode);
+    plan.positions_max = positions_of(batch);
+    plan.items = plan.decode ? items_of(batch, plan.step.rows) : 0;
     find_live(batch, &plan);
-    places p = places_of(plan.step.rows, plan.step.tiles, plan.logits);
+    places p = places_of(plan.step.rows, plan.step.tiles, plan.logits, plan.items);
     uint8_t *memory = batch->memory;
     plan.step.token = (const uint32_t *)(memory + p.token);
     plan.step.position = (const uint32_t *)(memory + p.position);
@@ -357,12 +395,16 @@ pd_status cu_batch_build(cu_batch *batch, const kern_backend_step *step, cu_plan
     plan.step.blocks = (const pd_block *)(memory + p.blocks);
     plan.step.tile_row = (const uint32_t *)(memory + p.tile_row);
     plan.step.tile_rows = (const uint32_t *)(memory + p.tile_rows);
+    plan.step.item_row = (const uint32_t *)(memory + p.item_row);
+    plan.step.row_item = (const uint32_t *)(memory + p.row_item);
     plan.logits_row = (const uint32_t *)(memory + p.logits_row);
     plan.sampling = (const cu_sampling *)(memory + p.sampling);
     plan.broken = (uint32_t *)(memory + p.broken);
     plan.token = (uint32_t *)(memory + p.token_out);
     plan.upload_bytes = p.blocks + (uint64_t)batch->blocks * sizeof(pd_block);
     write_upload(batch, step, &p, &plan);
+    if (plan.decode)
+        write_items(batch, &p, &plan);
     *plan_out = plan;
     return PD_OK;
 }

@@ -8,7 +8,8 @@
  * are cleared by the upload and read back from the same place.
  *
  * Padding: a decode step's rows are filled up to a bucket by rows without a position, whose logits
- * are those of the first row again. One thread; one step at a time. */
+ * are those of the first row again, and the items of its attention by items of no row. One thread;
+ * one step at a time. */
 
 #include "kernels/backend.h"
 #include "kernels/cuda/launch.h"
@@ -20,6 +21,7 @@ typedef struct cu_batch_limits {
     uint32_t slices_max;
     uint32_t context_max, vocab;
     uint32_t block_tokens, blocks; /* of the layout */
+    uint32_t items_room;           /* of decode attention, at once (kernels/cuda/items.h) */
 } cu_batch_limits;
 
 /* A step that is ready to be queued. Pointers are the device's, into the upload. */
@@ -27,7 +29,8 @@ typedef struct cu_plan {
     cu_step step;
     uint32_t rows_used;              /* without padding */
     bool decode;                     /* every slice is one token */
-    uint32_t positions_max;          /* above every position; decode: rounded up to a bucket */
+    uint32_t positions_max;          /* above every position */
+    uint32_t items;                  /* of decode attention: padded, where there is one run */
     uint32_t live_first, live_rows;  /* rows from the first to the last whose logits are wanted */
     uint32_t tile_first, tiles_live; /* tiles that hold those */
     uint32_t logits, logits_used;    /* rows, with and without padding */

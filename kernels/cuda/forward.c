@@ -1,7 +1,9 @@
 #include "kernels/cuda/forward.h"
 
 #include "common/base/mem.h"
+#include "kernels/cuda/items.h"
 #include "kernels/cuda/stage.h"
+#include "kernels/cuda/wide.h"
 #include "kernels/model/rope.h"
 
 #include <math.h>
@@ -33,6 +35,8 @@ struct cu_forward {
     forms last;          /* [logits][hidden] */
     float *logits;       /* [logits][vocab] */
     void *attention_scratch, *sample_scratch;
+    cu_wide *wide; /* NULL: our kernels do it all */
+    char wide_text[96];
 };
 
 /* ---- memory ---- */
@@ -89,13 +93,21 @@ static uint64_t parts_rows(const cu_forward *f)
     return output > down ? output : down;
 }
 
+uint32_t cu_forward_items_room(const cu_forward_options *options)
+{
+    uint32_t logits = options->logits_max;
+    uint32_t rows = options->rows_max < logits ? options->rows_max : logits;
+
+    return cu_items_room(rows, options->weights->heads, options->weights->shape.head_dim,
+                         options->context_max);
+}
+
 static uint64_t attention_bytes(const cu_forward *f)
 {
     const cu_forward_options *o = &f->options;
     uint32_t heads = f->weights->heads, dim = f->weights->shape.head_dim;
-    uint64_t chunk = cu_attention_scratch_bytes(false, o->rows_max, heads, dim, o->context_max);
-    uint32_t rows = o->rows_max < o->logits_max ? o->rows_max : o->logits_max;
-    uint64_t decode = cu_attention_scratch_bytes(true, rows, heads, dim, o->context_max);
+    uint64_t chunk = cu_attention_scratch_bytes(o->rows_max, heads, dim, o->context_max);
+    uint64_t decode = cu_forward_items_room(o) * cu_attention_item_bytes(heads, dim);
 
     return chunk > decode ? chunk : decode;
 }
@@ -143,7 +155,7 @@ uint64_t cu_forward_bytes(const cu_forward_options *options)
     carver sizing = {0};
 
     carve_all(&sizing, &f);
-    return sizing.bytes;
+    return sizing.bytes + cu_wide_bytes(options->weights, options->rows_max);
 }
 
 /* Angles are made on the host, by the code that every backend uses. */
@@ -170,17 +182,21 @@ static pd_status send_rope(const cu_forward *f)
 pd_status cu_forward_create(gpu *g, const cu_forward_options *options, cu_forward **forward_out)
 {
     cu_forward *f = pd_calloc(1, sizeof *f);
-    carver filling = {0};
+    carver sizing = {0}, filling = {0};
 
     if (f == NULL)
         return PD_E_NOMEM;
     *f = forward_of(g, options);
-    pd_status status = gpu_alloc(g, cu_forward_bytes(options), (void **)&f->memory);
+    carve_all(&sizing, f);
+    pd_status status = gpu_alloc(g, sizing.bytes, (void **)&f->memory);
     if (status == PD_OK) {
         filling.base = f->memory;
         carve_all(&filling, f);
         status = send_rope(f);
     }
+    if (status == PD_OK)
+        status = cu_wide_create(g, f->weights, options->rows_max, &f->wide, f->wide_text,
+                                sizeof f->wide_text);
     if (status != PD_OK) {
         cu_forward_destroy(f);
         return status;
@@ -193,9 +209,15 @@ void cu_forward_destroy(cu_forward *f)
 {
     if (f == NULL)
         return;
+    cu_wide_destroy(f->wide);
     if (f->memory != NULL)
         gpu_free(f->device, f->memory);
     pd_free(f);
+}
+
+const char *cu_forward_products(const cu_forward *f)
+{
+    return f->wide_text;
 }
 
 const float *cu_forward_logits(const cu_forward *f)
@@ -253,16 +275,16 @@ static pd_status second_halves(gpu_stream *stream, const forms *f, uint32_t want
     return both_halves(wanted) ? cu_quantize(stream, rows, &acts, NULL) : PD_OK;
 }
 
-static pd_status multiply(gpu_stream *stream, const cu_group *group, const forms *in, uint32_t rows,
-                          float *out)
+static pd_status multiply(const cu_forward *f, gpu_stream *stream, const cu_group *group,
+                          const forms *in, uint32_t rows, float *out)
 {
     cu_acts acts = wanted_of(in, group->forms), bf16 = bf16_of(in, group->forms);
     pd_status status = second_halves(stream, in, group->forms, rows);
 
     for (uint32_t i = 0; status == PD_OK && i < group->count; i++)
-        status =
-            cu_matmul(stream, &group->matrix[i], group->matrix[i].dtype == PD_BF16 ? &bf16 : &acts,
-                      rows, out + group->first[i], group->rows);
+        status = cu_wide_matmul(f->wide, stream, &group->matrix[i],
+                                group->matrix[i].dtype == PD_BF16 ? &bf16 : &acts, rows,
+                                out + group->first[i], group->rows);
     return status;
 }
 
@@ -322,7 +344,7 @@ static pd_status project(run *r, uint32_t index)
 
     pd_status status = normalize(r, layer->attention_norm, layer->qkv.forms);
     if (status == PD_OK)
-        status = multiply(r->stream, &layer->qkv, &f->norm, r->rows, f->qkv);
+        status = multiply(f, r->stream, &layer->qkv, &f->norm, r->rows, f->qkv);
     if (status == PD_OK)
         status = cu_append(r->stream, &r->plan->step, r->kv, index, f->weights->heads,
                            f->weights->shape.rope_dims, f->rope, f->qkv);
@@ -393,7 +415,7 @@ static pd_status feed_forward(run *r, uint32_t index)
 
     pd_status status = normalize(r, layer->ffn_norm, layer->gate_up.forms);
     if (status == PD_OK)
-        status = multiply(r->stream, &layer->gate_up, &f->norm, r->rows, f->gate_up);
+        status = multiply(f, r->stream, &layer->gate_up, &f->norm, r->rows, f->gate_up);
     if (status == PD_OK)
         status = cu_silu_mul(r->stream, r->rows, f->weights->ffn, f->gate_up, &acts);
     if (status == PD_OK)
@@ -416,7 +438,7 @@ static pd_status draw(run *r)
         status = cu_norm_rows(r->stream, plan->logits_row, plan->logits, w->shape.hidden, f->x,
                               w->output_norm, w->shape.rms_eps, &out);
     if (status == PD_OK)
-        status = multiply(r->stream, &w->head, &f->last, plan->logits, f->logits);
+        status = multiply(f, r->stream, &w->head, &f->last, plan->logits, f->logits);
     if (status == PD_OK)
         status = cu_sample(r->stream, plan->logits, w->shape.vocab, f->logits, plan->sampling,
                            plan->token, plan->broken, f->sample_scratch);

@@ -22,10 +22,16 @@ typedef struct cu_forward_options {
 
 /* Device bytes that it will take. */
 uint64_t cu_forward_bytes(const cu_forward_options *options);
+/* Of decode attention that its scratch has room for (kernels/cuda/items.h). */
+uint32_t cu_forward_items_room(const cu_forward_options *options);
 /* PD_E_NOMEM, PD_E_INTERNAL (logged). */
 PD_CHECKED pd_status cu_forward_create(gpu *g, const cu_forward_options *options,
                                        cu_forward **forward_out);
 void cu_forward_destroy(cu_forward *forward); /* NULL is fine; the device is done with it */
+
+/* What multiplies 16-bit matrices, beside our kernels, or why nothing else does; "": there are
+ * none. */
+const char *cu_forward_products(const cu_forward *forward);
 
 /* Embedding to sampled tokens; the step's upload is in the stream before. groups: told of each
  * layer group; NULL while recording. The last layer works on the rows whose logits are wanted. */

@@ -29,26 +29,33 @@ typedef struct gpu_event gpu_event;
 typedef struct gpu_graph gpu_graph;
 
 typedef struct gpu_info {
-    char name[128];      /* "NVIDIA H200", "emulated sm_90" */
-    char bus[32];        /* PCI, "0000:1b:00.0"; "" when there is none */
-    int numa_node;       /* -1: unknown */
-    uint32_t arch;       /* 80, 90, 100 */
-    uint32_t processors; /* SMs */
-    uint64_t memory_bytes, memory_free_bytes;
-    uint32_t shared_bytes_max; /* of a block, opted in */
+    char name[128];                           /* "NVIDIA H200", "emulated sm_90" */
+    char bus[32];                             /* PCI, "0000:1b:00.0"; "" when there is none */
+    int numa_node;                            /* -1: unknown */
+    uint32_t arch;                            /* 80, 90, 100 */
+    uint32_t processors;                      /* SMs */
+    uint64_t memory_bytes, memory_free_bytes; /* free: when it was opened */
+    uint32_t shared_bytes_max;                /* of a block, opted in */
     uint32_t l2_bytes;
     bool emulated;
 } gpu_info;
 
+/* What a device is, without a context on it: a look costs no device memory and leaves nothing. What
+ * is free is not said (0). Errors as gpu_open's, which may find more. */
+PD_CHECKED pd_status gpu_look(uint32_t device, gpu_info *info_out);
 /* How many devices; 0 with the reason written (driver missing, too old, no device). */
 uint32_t gpu_count(char *reason, size_t reason_size);
 PD_CHECKED pd_status gpu_open(uint32_t device, gpu **gpu_out);
-void gpu_close(gpu *g); /* NULL is fine; streams, events, graphs and memory were ended before */
-void gpu_use(gpu *g);   /* this thread's calls are for that device */
+/* NULL is fine; streams, events, graphs and memory were ended before. The device's context stays
+ * until the process ends: it is the process', and others (UCX, say) work in it. */
+void gpu_close(gpu *g);
+void gpu_use(gpu *g); /* this thread's calls are for that device */
 const gpu_info *gpu_info_of(const gpu *g);
 /* NULL: fine; else what broke it for good ("an illegal memory access was encountered"). */
 const char *gpu_broken(const gpu *g);
 
+/* What is free now: other processes take, too. */
+PD_CHECKED pd_status gpu_memory_free(gpu *g, uint64_t *bytes_out);
 /* Device memory, 256-byte aligned, not cleared. One allocation each, so that it can be exported. */
 PD_CHECKED pd_status gpu_alloc(gpu *g, uint64_t bytes, void **memory_out);
 /* The same for a KV pool, which other processes write. *reach_out is not AUTO; PD_E_UNSUPPORTED:
@@ -70,9 +77,17 @@ void gpu_unimport(gpu *g, void *memory);
 
 PD_CHECKED pd_status gpu_stream_create(gpu *g, gpu_stream **stream_out);
 void gpu_stream_destroy(gpu_stream *stream);
-PD_CHECKED pd_status gpu_stream_wait(gpu_stream *stream); /* the calling thread waits for all */
+/* The calling thread waits for all, asleep, as in gpu_event_wait: waking costs some tens of
+ * microseconds of a step's milliseconds, where a thread that spins would cost a core for good. */
+PD_CHECKED pd_status gpu_stream_wait(gpu_stream *stream);
 gpu *gpu_stream_gpu(gpu_stream *stream);
-void *gpu_stream_native(gpu_stream *stream); /* cudaStream_t, for NCCL and cuBLASLt */
+/* cudaStream_t, for NCCL and cuBLASLt; who calls such a library tells what it met by gpu_met. */
+void *gpu_stream_native(gpu_stream *stream);
+/* A runtime call beside gpu.h's, or a library's on a device, is over: error is its cudaError_t, 0
+ * where the library only said that something failed (then the runtime is asked). PD_OK: nothing is
+ * known to be wrong with the device; else logged, and where the device is lost, gpu_broken tells.
+ */
+PD_CHECKED pd_status gpu_met(gpu *g, int error, const char *call);
 
 PD_CHECKED pd_status gpu_event_create(gpu *g, gpu_event **event_out);
 void gpu_event_destroy(gpu_event *event);

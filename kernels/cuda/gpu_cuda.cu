@@ -130,6 +130,13 @@ static pd_status run(gpu *g, cudaError_t error, const char *call, const char *de
     return failed(g, error, name, detail);
 }
 
+pd_status gpu_met(gpu *g, int error, const char *call)
+{
+    cudaError_t met = error != 0 ? (cudaError_t)error : cudaPeekAtLastError();
+
+    return met == cudaSuccess ? PD_OK : failed(g, met, call, "");
+}
+
 const char *gpu_broken(const gpu *g)
 {
     return is_broken(g) ? g->why : NULL;
@@ -184,17 +191,18 @@ static int numa_node_of(const char *bus)
 /* What sm_80 has for a block; sm_86 and sm_89 have 99 KiB, too little for the widest tiles. */
 enum { SHARED_BYTES_MIN = 163 << 10 };
 
+/* No call here makes a context. */
 static pd_status describe(gpu *g)
 {
     cudaDeviceProp properties;
-    size_t free_bytes = 0, all_bytes = 0;
     gpu_info *info = &g->info;
+    int mode = cudaComputeModeDefault;
     pd_status status = RUN(g, cudaGetDeviceProperties(&properties, g->device), "");
 
     if (status == PD_OK)
         status = RUN(g, cudaDeviceGetPCIBusId(info->bus, sizeof info->bus, g->device), "");
-    if (status == PD_OK) /* this also makes the context */
-        status = RUN(g, cudaMemGetInfo(&free_bytes, &all_bytes), "");
+    if (status == PD_OK)
+        status = RUN(g, cudaDeviceGetAttribute(&mode, cudaDevAttrComputeMode, g->device), "");
     if (status != PD_OK)
         return status;
     for (char *c = info->bus; *c != 0; c++)
@@ -203,8 +211,7 @@ static pd_status describe(gpu *g)
     info->numa_node = numa_node_of(info->bus);
     info->arch = arch_of(properties.major);
     info->processors = (uint32_t)properties.multiProcessorCount;
-    info->memory_bytes = all_bytes;
-    info->memory_free_bytes = free_bytes;
+    info->memory_bytes = properties.totalGlobalMem;
     info->shared_bytes_max = (uint32_t)properties.sharedMemPerBlockOptin;
     info->l2_bytes = (uint32_t)properties.l2CacheSize;
     info->emulated = false;
@@ -221,7 +228,35 @@ static pd_status describe(gpu *g)
                      SHARED_BYTES_MIN, g->device, info->bus);
         return PD_E_UNSUPPORTED;
     }
+    if (mode == cudaComputeModeProhibited) {
+        pd_log_error("msg=\"gpu: nobody may compute on %s (nvidia-smi -c)\" device=%d bus=%s",
+                     info->name, g->device, info->bus);
+        return PD_E_UNSUPPORTED;
+    }
     return PD_OK;
+}
+
+pd_status gpu_look(uint32_t device, gpu_info *info_out)
+{
+    gpu g = {};
+
+    g.device = (int)device;
+    pd_status status = describe(&g);
+    if (status == PD_OK)
+        *info_out = g.info;
+    return status;
+}
+
+/* The context; threads that wait for it sleep. */
+static pd_status start(gpu *g)
+{
+    pd_status status = RUN(
+        g, cudaInitDevice(g->device, cudaDeviceScheduleBlockingSync, cudaInitDeviceFlagsAreValid),
+        "");
+
+    if (status == PD_OK)
+        status = RUN(g, cudaSetDevice(g->device), "");
+    return status == PD_OK ? gpu_memory_free(g, &g->info.memory_free_bytes) : status;
 }
 
 pd_status gpu_open(uint32_t device, gpu **gpu_out)
@@ -231,9 +266,9 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
     if (g == NULL)
         return PD_E_NOMEM;
     g->device = (int)device;
-    pd_status status = RUN(g, cudaSetDevice(g->device), "");
+    pd_status status = describe(g);
     if (status == PD_OK)
-        status = describe(g);
+        status = start(g);
     if (status != PD_OK) {
         pd_free(g);
         return status;
@@ -244,7 +279,7 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
 
 void gpu_close(gpu *g)
 {
-    pd_free(g); /* the context is the process', not ours: it ends with it */
+    pd_free(g);
 }
 
 void gpu_use(gpu *g)
@@ -259,6 +294,18 @@ const gpu_info *gpu_info_of(const gpu *g)
 }
 
 /* --- memory --- */
+
+pd_status gpu_memory_free(gpu *g, uint64_t *bytes_out)
+{
+    size_t free_bytes = 0, all_bytes = 0;
+
+    if (is_broken(g))
+        return PD_E_INTERNAL;
+    pd_status status = RUN(g, cudaMemGetInfo(&free_bytes, &all_bytes), "");
+    if (status == PD_OK)
+        *bytes_out = free_bytes;
+    return status;
+}
 
 pd_status gpu_alloc(gpu *g, uint64_t bytes, void **memory_out)
 {
@@ -595,7 +642,7 @@ pd_status gpu_event_create(gpu *g, gpu_event **event_out)
     if (event == NULL)
         return PD_E_NOMEM;
     event->g = g;
-    pd_status status = RUN(g, cudaEventCreate(&event->event), "");
+    pd_status status = RUN(g, cudaEventCreateWithFlags(&event->event, cudaEventBlockingSync), "");
     if (status != PD_OK) {
         pd_free(event);
         return status;

@@ -46,6 +46,11 @@ typedef struct cu_acts {
     bool halves_are_bf16;
 } cu_acts;
 
+/* Rows [row, row + rows) of a decode step, whose items are [item, item + items). */
+typedef struct cu_run {
+    uint32_t row, rows, item, items;
+} cu_run;
+
 /* One step's rows, all in one upload. */
 typedef struct cu_step {
     uint32_t rows;            /* padded */
@@ -58,6 +63,12 @@ typedef struct cu_step {
     uint32_t tiles;            /* padded; a tile of 0 rows is skipped */
     const uint32_t *tile_row;  /* [tiles] first row */
     const uint32_t *tile_rows; /* [tiles] rows */
+    /* Decode attention's list (kernels/cuda/items.h), padded by items of no row. A run's items are
+     * as many as its rows only where no row has more than one. */
+    const uint32_t *item_row; /* [items] CU_ROW_NONE: nothing to do */
+    const uint32_t *row_item; /* [rows] the row's first item */
+    uint32_t runs;            /* each is a launch; all rows are in one */
+    const cu_run *run;        /* host, [runs] */
 } cu_step;
 #define CU_TILE_ROWS 16
 
@@ -81,6 +92,7 @@ bool cu_supports(pd_dtype dtype);
  * quantised formats, of 16 for f16 and bf16, and so are a leaf's. What is packed in pieces, all but
  * the last of a multiple of CU_PACK_ROWS rows, is one behind the other what is packed at once. */
 #define CU_PACK_ROWS 16
+#define CU_PACK_COLS 16 /* of 16-bit formats */
 uint64_t cu_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols);
 void cu_pack(pd_dtype dtype, uint32_t rows, uint32_t file_cols, uint32_t col_from, uint32_t col_to,
              const void *file_rows, void *out);
@@ -95,6 +107,15 @@ PD_CHECKED pd_status cu_matmul(gpu_stream *stream, const cu_matrix *matrix, cons
  * out[node][n][r]; bit-equal at every split of the leaves. */
 PD_CHECKED pd_status cu_matmul_nodes(gpu_stream *stream, const cu_matrix *matrix,
                                      const cu_acts *acts, uint32_t rows, float *out);
+
+/* --- matmul_plain.cu --- */
+
+/* A packed f16 or bf16 matrix as rows of columns: out[rows][cols]; cols is a multiple of 16. */
+PD_CHECKED pd_status cu_unpack(gpu_stream *stream, uint32_t rows, uint32_t cols, const void *packed,
+                               void *out);
+/* differ[0] becomes 1 where words of a and b are not the same, else it stays. */
+PD_CHECKED pd_status cu_compare(gpu_stream *stream, const void *a, const void *b, uint64_t words,
+                                uint32_t *differ);
 
 /* --- rows.cu: what works on whole rows --- */
 
@@ -148,14 +169,17 @@ PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu
 
 /* Query rows of qkv (rotated) against the pool, causal; out[row][heads][head_dim]. Partial sums
  * cover KERN_SPLIT_TOKENS (256) positions at absolute places and are merged in order. decode: every
- * row is a sequence of its own (tiles are not looked at); positions_max bounds positions in this
- * call (a graph's bucket): the step's are less. Else rows come by the step's tiles, and what is in
- * no tile is not computed. head_dim: 32, 64, 80, 96, 128, 256, others are PD_E_UNSUPPORTED.
- * scratch: cu_attention_scratch_bytes, which grows with rows and positions_max; for decode false it
- * is CU_ATTENTION_PREFILL_SCRATCH at most. */
+ * row is a sequence of its own, and comes by the step's items (tiles and positions_max are not
+ * looked at); a padding row becomes zeros. Else rows come by the step's tiles, what is in no tile
+ * is not computed, and positions_max bounds positions. A token's K and V that are no numbers reach
+ * its own row and later ones alone: some element of theirs is no number, too. head_dim: 32, 64, 80,
+ * 96, 128, 256, others are PD_E_UNSUPPORTED. scratch: for decode cu_attention_item_bytes for each
+ * item of the largest run; else cu_attention_scratch_bytes: at most CU_ATTENTION_SCRATCH, and a
+ * word a row and head. */
 bool cu_attention_supports(uint32_t head_dim);
-#define CU_ATTENTION_PREFILL_SCRATCH (64u << 20)
-uint64_t cu_attention_scratch_bytes(bool decode, uint32_t rows, uint32_t heads, uint32_t head_dim,
+#define CU_ATTENTION_SCRATCH (64u << 20)
+uint64_t cu_attention_item_bytes(uint32_t heads, uint32_t head_dim);
+uint64_t cu_attention_scratch_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim,
                                     uint32_t positions_max);
 PD_CHECKED pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
                                   uint32_t layer, uint32_t heads, bool decode,

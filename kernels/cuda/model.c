@@ -8,6 +8,7 @@
 #include "kernels/cuda/pool.h"
 
 #include <stdio.h>
+#include <string.h>
 #include <unistd.h>
 
 /* Between two looks at a step that may wait for other ranks. */
@@ -26,8 +27,7 @@ struct kern_loaded {
     gpu_stream *stream; /* steps */
     gpu_event *done;    /* the step's last */
     cu_graphs graphs;
-    bool graphs_off; /* by the options, or since recording failed */
-    char name[160];
+    char name[256];
     /* from bind on */
     bool bound;
     cu_kv kv;
@@ -49,23 +49,40 @@ static cu_forward_options forward_options_of(const kern_loaded *model)
                                 .context_max = o->context_max};
 }
 
-/* Device memory by holder; the KV pool, its hashes and the uploads come with bind. */
-static pd_status check_memory(const kern_loaded *model)
+static cu_batch_limits limits_of(const kern_loaded *model, uint32_t block_tokens, uint32_t blocks)
+{
+    const kern_backend_options *o = &model->options;
+    const cu_forward_options forward = forward_options_of(model);
+
+    return (cu_batch_limits){.rows_max = o->rows_max,
+                             .logits_max = o->slices_max + o->logits_rows_max,
+                             .slices_max = o->slices_max,
+                             .context_max = o->context_max,
+                             .vocab = model->weights.shape.vocab,
+                             .block_tokens = block_tokens,
+                             .blocks = blocks,
+                             .items_room = cu_forward_items_room(&forward)};
+}
+
+/* Device memory by holder, on a rank's device; what the pool's layout decides at its most. */
+static cu_room room_of(const kern_loaded *model, uint64_t pool_bytes)
 {
     const cu_forward_options forward = forward_options_of(model);
-    const gpu_info *info = gpu_info_of(model->device);
-    uint64_t weights = model->weights.bytes;
-    uint64_t steps = cu_forward_bytes(&forward);
+    const cu_batch_limits most = limits_of(model, PD_KV_TILE_TOKENS, 0);
+    uint32_t token_bytes = 2 * model->weights.shape.head_dim;
 
-    if (weights + steps <= info->memory_free_bytes)
-        return PD_OK;
-    pd_log_error(
-        "msg=\"%s: the model does not fit into the device's memory\" device=%u name=\"%s\" "
-        "weights_bytes=%llu step_bytes=%llu free_bytes=%llu rows_max=%u context_max=%u",
-        model->settings.backend, model->device_number, info->name, (unsigned long long)weights,
-        (unsigned long long)steps, (unsigned long long)info->memory_free_bytes,
-        model->options.rows_max, model->options.context_max);
-    return PD_E_NOMEM;
+    return (cu_room){.weights = model->weights.bytes,
+                     .steps = cu_forward_bytes(&forward),
+                     .uploads = cu_batch_bytes(&most),
+                     .pool = pool_bytes,
+                     .hashes = cu_room_hashes_most(pool_bytes, token_bytes)};
+}
+
+static pd_status check_memory(const kern_loaded *model)
+{
+    const cu_room room = room_of(model, 0);
+
+    return cu_room_check(model->device, model->settings.backend, &room, 0);
 }
 
 static pd_status open_device(kern_loaded *model)
@@ -106,6 +123,19 @@ static pd_status join(kern_loaded *model)
     return status == PD_OK ? cu_pool_create(&pool, &model->pool) : status;
 }
 
+/* What multiplies goes into the description. */
+static void add_products(kern_loaded *model)
+{
+    const char *products = cu_forward_products(model->forward);
+    size_t used = strlen(model->name);
+
+    if (products[0] == '\0')
+        return;
+    snprintf(model->name + used, sizeof model->name - used, ", %s", products);
+    pd_log_info("msg=\"%s: %s\" device=%u", model->settings.backend, products,
+                model->device_number);
+}
+
 static pd_status load(kern_loaded *model, const pd_model_file *file)
 {
     pd_status status = cu_weights_plan(file, model->options.rank, model->ranks, &model->weights);
@@ -117,6 +147,8 @@ static pd_status load(kern_loaded *model, const pd_model_file *file)
         return status;
     cu_forward_options forward = forward_options_of(model);
     status = cu_forward_create(model->device, &forward, &model->forward);
+    if (status == PD_OK)
+        add_products(model);
     if (status == PD_OK)
         status = gpu_stream_create(model->device, &model->stream);
     if (status == PD_OK)
@@ -144,7 +176,6 @@ pd_status cu_model_create(const pd_model_file *file, const kern_backend_options 
     pd_assert(options->rows_max > 0 && options->context_max > 0 && options->slices_max > 0);
     model->options = *options;
     model->settings = *settings;
-    model->graphs_off = settings->no_graphs;
     model->ranks = options->ranks == 0 ? 1 : options->ranks;
     pd_status status = open_device(model);
     if (status == PD_OK)
@@ -214,7 +245,9 @@ uint32_t cu_model_graphs(const kern_loaded *model)
 
 pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t piece_bytes, void **pieces_out)
 {
-    return cu_pool_alloc(model->pool, piece_bytes, pieces_out);
+    const cu_room room = room_of(model, piece_bytes);
+
+    return cu_pool_alloc(model->pool, piece_bytes, &room, pieces_out);
 }
 
 void cu_model_pool_free(kern_loaded *model)
@@ -233,19 +266,11 @@ static void check_layout(const kern_loaded *model, const pd_kv_layout *layout)
 
 pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals)
 {
-    const kern_backend_options *o = &model->options;
-
     pd_assert(!model->bound);
     check_layout(model, layout);
     gpu_use(model->device);
     model->bound = true;
-    model->limits = (cu_batch_limits){.rows_max = o->rows_max,
-                                      .logits_max = o->slices_max + o->logits_rows_max,
-                                      .slices_max = o->slices_max,
-                                      .context_max = o->context_max,
-                                      .vocab = model->weights.shape.vocab,
-                                      .block_tokens = layout->block_tokens,
-                                      .blocks = layout->blocks};
+    model->limits = limits_of(model, layout->block_tokens, layout->blocks);
     pd_status status = cu_pool_bind(model->pool, layout, pool, seals, &model->kv);
     if (status == PD_OK && model->comm != NULL)
         status = cu_comm_connect(model->comm, model->device);
@@ -277,20 +302,30 @@ static pd_status record(kern_loaded *model, const cu_plan *plan, gpu_graph **gra
     return status != PD_OK ? status : ended;
 }
 
+static void log_unrecorded(const kern_loaded *model, const cu_graph_key *key, pd_status status,
+                           uint64_t pause)
+{
+    char until[48] = "from now on";
+
+    if (pause != UINT64_MAX)
+        snprintf(until, sizeof until, "for %llu steps", (unsigned long long)pause);
+    pd_log_warn("msg=\"%s: a step could not be recorded: they are queued call by call %s\" rows=%u "
+                "items=%u status=%s",
+                model->settings.backend, until, key->rows, key->items, pd_status_name(status));
+}
+
 static pd_status launch_recorded(kern_loaded *model, const cu_plan *plan, bool *launched_out)
 {
-    const cu_graph_key key = {.rows = plan->step.rows, .positions_max = plan->positions_max};
+    const cu_graph_key key = {.rows = plan->step.rows, .items = plan->items};
     gpu_graph *graph = cu_graphs_find(&model->graphs, &key);
 
     *launched_out = false;
     if (graph == NULL) {
+        if (!cu_graphs_due(&model->graphs, &key))
+            return PD_OK;
         pd_status status = record(model, plan, &graph);
         if (status != PD_OK && gpu_broken(model->device) == NULL) {
-            pd_log_warn("msg=\"%s: a step could not be recorded, so they are queued call by call "
-                        "from now on\" rows=%u positions_max=%u status=%s",
-                        model->settings.backend, key.rows, key.positions_max,
-                        pd_status_name(status));
-            model->graphs_off = true;
+            log_unrecorded(model, &key, status, cu_graphs_failed(&model->graphs));
             return PD_OK;
         }
         if (status != PD_OK)
@@ -302,13 +337,20 @@ static pd_status launch_recorded(kern_loaded *model, const cu_plan *plan, bool *
     return status == PD_OK ? cu_groups_record_rest(model->groups, model->stream) : status;
 }
 
-/* A group of ranks is not recorded: what it exchanges may need the host. */
+/* A group of ranks is not recorded: what it exchanges may need the host. Nor is a step whose
+ * attention is several runs, which are cut where its rows end. */
+static bool may_be_recorded(const kern_loaded *model, const cu_plan *plan)
+{
+    return plan->decode && plan->step.runs == 1 && !model->settings.no_graphs &&
+           model->comm == NULL;
+}
+
 static pd_status queue_step(kern_loaded *model, const cu_plan *plan)
 {
     bool launched = false;
 
     pd_status status = cu_batch_upload(model->batch, model->stream, plan);
-    if (status == PD_OK && plan->decode && !model->graphs_off && model->comm == NULL)
+    if (status == PD_OK && may_be_recorded(model, plan))
         status = launch_recorded(model, plan, &launched);
     if (status == PD_OK && !launched)
         status = cu_forward_queue(model->forward, model->stream, plan, &model->kv, model->groups);

@@ -30,6 +30,7 @@ struct cu_pool {
     uint32_t rank, ranks;
     uint32_t count; /* of pieces: rank 0 has all, others their own */
     uint64_t hashes_bytes;
+    cu_room room;  /* of each device; zeros where the pool's memory is not alloc's */
     piece *pieces; /* [count]; the first is on the rank's own device */
 };
 
@@ -129,39 +130,48 @@ static pd_status open_device(const cu_pool *pool, uint32_t rank, gpu **device_ou
     return status == PD_OK ? gpu_open(device, device_out) : status;
 }
 
-static pd_status alloc_piece(const cu_pool *pool, uint32_t rank, uint64_t bytes)
+/* Before anything of the pool is made. The ranks have taken their weights, and what steps work in,
+ * by now, or will. */
+static pd_status check_piece(const cu_pool *pool, uint32_t rank)
 {
     piece *p = &pool->pieces[rank];
-    pd_memory_reach reach = PD_REACH_AUTO;
     pd_status status = p->device == NULL ? open_device(pool, rank, &p->device) : PD_OK;
 
     if (status != PD_OK)
         return status;
     gpu_use(p->device);
-    uint64_t free_bytes = gpu_info_of(p->device)->memory_free_bytes;
+    return cu_room_check(p->device, pool->options.backend, &pool->room,
+                         pool->room.weights + pool->room.steps);
+}
+
+static pd_status alloc_piece(const cu_pool *pool, uint32_t rank, uint64_t bytes)
+{
+    piece *p = &pool->pieces[rank];
+    pd_memory_reach reach = PD_REACH_AUTO;
+
+    gpu_use(p->device);
     /* where the runtime's own alignment is a page or more, nothing of the slack is used */
     p->base_bytes = bytes + PAGE_BYTES;
-    status = gpu_alloc_pool(p->device, p->base_bytes, pool->options.reach, &p->base, &reach);
+    pd_status status =
+        gpu_alloc_pool(p->device, p->base_bytes, pool->options.reach, &p->base, &reach);
     if (status == PD_OK)
         status = clear(p->device, p->base, p->base_bytes);
-    if (status != PD_OK) {
-        pd_log_error("msg=\"%s: no memory for the KV pool\" device=%u rank=%u pool_bytes=%llu "
-                     "free_bytes_at_start=%llu",
-                     pool->options.backend, pool->options.device_first, rank,
-                     (unsigned long long)bytes, (unsigned long long)free_bytes);
+    if (status != PD_OK)
         return status;
-    }
     pd_log_info("msg=\"%s: the KV pool\" rank=%u memory=%s bytes=%llu", pool->options.backend, rank,
                 pd_memory_reach_name(reach), (unsigned long long)bytes);
     p->memory = (void *)(((uintptr_t)p->base + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
     return PD_OK;
 }
 
-pd_status cu_pool_alloc(cu_pool *pool, uint64_t piece_bytes, void **pieces_out)
+pd_status cu_pool_alloc(cu_pool *pool, uint64_t piece_bytes, const cu_room *room, void **pieces_out)
 {
     pd_status status = PD_OK;
 
     pd_assert(pool->rank == 0 && pool->pieces[0].base == NULL);
+    pool->room = *room;
+    for (uint32_t rank = 0; status == PD_OK && rank < pool->ranks; rank++)
+        status = check_piece(pool, rank);
     for (uint32_t rank = 0; status == PD_OK && rank < pool->ranks; rank++)
         status = alloc_piece(pool, rank, piece_bytes);
     if (status != PD_OK)
@@ -262,7 +272,10 @@ static pd_status bind_all(cu_pool *pool, const pd_kv_layout *layout, void *memor
         gpu_use(p->device);
         p->kv = kv_of(layout, rank == 0 ? memory : p->memory);
         pool->hashes_bytes = seals ? hashes_bytes_of(&p->kv) : 0;
-        if (seals)
+        pool->room.hashes = pool->hashes_bytes;
+        status = cu_room_check(p->device, pool->options.backend, &pool->room,
+                               pool->room.weights + pool->room.steps + pool->room.pool);
+        if (status == PD_OK && seals)
             status = make_hashes(p);
         if (status == PD_OK)
             status = cu_sealer_create(p->device, &p->kv, &p->sealing);

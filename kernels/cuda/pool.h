@@ -13,6 +13,7 @@
 #include "common/kv/seal.h"
 #include "kernels/cuda/comm.h"
 #include "kernels/cuda/launch.h"
+#include "kernels/cuda/room.h"
 
 typedef struct cu_pool cu_pool;
 
@@ -29,9 +30,11 @@ PD_CHECKED pd_status cu_pool_create(const cu_pool_options *options, cu_pool **po
 /* Also what alloc made, and imports. NULL is fine. */
 void cu_pool_destroy(cu_pool *pool);
 
-/* As kern_backend's. Errors (logged): PD_E_NOMEM, PD_E_UNSUPPORTED (too few devices),
- * PD_E_INTERNAL. */
-PD_CHECKED pd_status cu_pool_alloc(cu_pool *pool, uint64_t piece_bytes, void **pieces_out);
+/* As kern_backend's. room: of each device, with a piece and its hashes; each is asked whether it
+ * has that before any piece is made. Errors (logged): PD_E_NOMEM, PD_E_UNSUPPORTED (too few
+ * devices), PD_E_INTERNAL. */
+PD_CHECKED pd_status cu_pool_alloc(cu_pool *pool, uint64_t piece_bytes, const cu_room *room,
+                                   void **pieces_out);
 void cu_pool_free(cu_pool *pool);
 
 /* What kernels need of this rank's piece: *kv_out. memory: where it lies, for rank 0. With ranks,

@@ -107,7 +107,7 @@ static void add_embedding(builder *b)
     cu_weights *w = b->weights;
     const pd_tensor *tensor = find(b, "token_embd.weight", w->shape.hidden, w->shape.vocab);
 
-    if (tensor == NULL)
+    if (tensor == NULL || !check_format(b, tensor))
         return;
     void *rows = take(b, tensor->bytes);
     w->embedding_dtype = tensor->dtype;
@@ -211,6 +211,14 @@ static void add_columns(builder *b, const char *name, uint32_t cols, uint32_t le
 
     if (tensor == NULL || !check_format(b, tensor))
         return;
+    if (cols / leaves_all % pd_dtype_info_of(tensor->dtype)->block_weights != 0 ||
+        (tensor->dtype != PD_F32 && cols / leaves_all % CU_PACK_COLS != 0)) {
+        pd_log_error("msg=\"cuda: a tensor's columns are not cut into whole blocks\" path=%s "
+                     "tensor=%s cols=%u leaves=%u",
+                     pd_model_file_path(b->file), name, cols, leaves_all);
+        b->status = PD_E_UNSUPPORTED;
+        return;
+    }
     part p = {.tensor = tensor,
               .rows = w->shape.hidden,
               .col_first = w->rank * (cols / w->ranks),

@@ -3,7 +3,7 @@
  * graph's bucket. */
 #include "common/base/mem.h"
 #include "kernels/backend.h"
-#include "kernels/cuda/launch.h"
+#include "kernels/cuda/items.h"
 #include "kernels/number.h"
 #include "tests/gpu-emu/device.h"
 
@@ -18,6 +18,7 @@
 #define SEQUENCES_MAX 4
 #define ROWS_MAX      1024
 #define TILES_MAX     160
+#define ITEMS_MAX     4096
 #define LAYERS        3
 #define F16_NAN       0x7e00
 
@@ -129,6 +130,8 @@ typedef struct step_plan {
     const context *context;
     uint32_t layer, positions_max;
     bool decode;
+    uint32_t room,
+        more_items; /* decode: of a run, 0: all in one; items of no row, in the last run */
     uint32_t rows, tiles;
     step_row row[ROWS_MAX];
     uint32_t tile_row[TILES_MAX], tile_rows[TILES_MAX];
@@ -154,6 +157,14 @@ static void add_chunk(step_plan *plan, uint32_t sequence, uint32_t from, uint32_
     }
 }
 
+/* A step has no more tiles than rows. */
+static void add_empty_tiles(step_plan *plan, uint32_t tiles)
+{
+    plan->tiles += tiles;
+    while (plan->rows < plan->tiles)
+        add_row(plan, 0, CU_ROW_NONE);
+}
+
 static cu_kv kv_of(const pd_kv_layout *l, void *pool)
 {
     return (cu_kv){.pool = pool,
@@ -166,6 +177,29 @@ static cu_kv kv_of(const pd_kv_layout *l, void *pool)
                    .token_bytes = l->token_bytes,
                    .half_bytes = l->half_bytes,
                    .layer_bytes = l->layer_bytes};
+}
+
+/* A decode step's list, uploaded; the scratch that it needs. */
+static uint64_t add_items(device *d, const step_plan *plan, const uint32_t *position, cu_step *step)
+{
+    static uint32_t item_row[ITEMS_MAX], row_item[ROWS_MAX];
+    static cu_run runs[ROWS_MAX];
+    uint32_t items = 0, most = 0;
+
+    for (uint32_t r = 0; r < plan->rows; r++)
+        items += cu_items_of(position[r]);
+    assert_true(items + plan->more_items <= ITEMS_MAX);
+    step->run = runs;
+    step->runs = cu_items_list(position, plan->rows, plan->room != 0 ? plan->room : items, item_row,
+                               row_item, runs);
+    for (uint32_t i = 0; i < plan->more_items; i++)
+        item_row[items++] = CU_ROW_NONE;
+    runs[step->runs - 1].items += plan->more_items;
+    for (uint32_t i = 0; i < step->runs; i++)
+        most = runs[i].items > most ? runs[i].items : most;
+    step->item_row = device_upload(d, item_row, items * sizeof *item_row);
+    step->row_item = device_upload(d, row_item, plan->rows * sizeof *row_item);
+    return most * cu_attention_item_bytes(plan->context->heads, plan->context->layout.head_dim);
 }
 
 /* out: [rows][heads][head_dim]; what the device does not write stays NaN. */
@@ -199,8 +233,9 @@ static void attend(device *d, const step_plan *plan, float *out)
         .tile_row = device_upload(d, plan->tile_row, (plan->tiles + 1) * sizeof(uint32_t)),
         .tile_rows = device_upload(d, plan->tile_rows, (plan->tiles + 1) * sizeof(uint32_t))};
     cu_kv kv = kv_of(&c->layout, device_upload(d, c->pool, c->layout.pool_bytes));
-    uint64_t scratch =
-        cu_attention_scratch_bytes(plan->decode, rows, c->heads, dim, plan->positions_max);
+    uint64_t scratch = plan->decode
+                           ? add_items(d, plan, position, &step)
+                           : cu_attention_scratch_bytes(rows, c->heads, dim, plan->positions_max);
     const float *device_qkv = device_upload(d, qkv, rows * stride * sizeof(float));
     for (size_t i = 0; i < out_bytes / sizeof(float); i++)
         out[i] = NAN;
@@ -287,8 +322,8 @@ static double compare(const step_plan *plan, const float *out)
         for (uint32_t head = 0; head < c->heads; head++) {
             const float *got = out + ((size_t)r * c->heads + head) * dim;
             if (plan->row[r].position == CU_ROW_NONE) {
-                for (uint32_t i = 0; i < dim; i++)
-                    assert_true(isnan(got[i])); /* not written */
+                for (uint32_t i = 0; i < dim; i++) /* decode: zeros; else not written */
+                    assert_true(plan->decode ? kern_bits_of(got[i]) == 0 : isnan(got[i]));
                 continue;
             }
             reference(c, plan->layer, &plan->row[r], head, expected, bound);
@@ -447,6 +482,7 @@ static void any_numbers(void **state)
 typedef struct twins {
     step_plan plan; /* of the way it comes */
     const float *expected;
+    uint32_t broken; /* a position; numbers_that_are_none.. alone */
 } twins;
 
 static void attend_and_equal(device *d, void *ctx)
@@ -546,6 +582,80 @@ static void prefill_is_decode_in_every_chunking(void **state)
         }
 }
 
+/* Position `broken` of sequence 0 has K and V (one element of it, or all) that are no numbers. */
+static void break_position(const context *c, uint32_t broken, bool all)
+{
+    for (uint32_t head = 0; head < c->layout.kv_heads; head++)
+        for (uint32_t i = 0; i < c->layout.head_dim; i++) {
+            if (!all && i != broken % c->layout.head_dim)
+                continue;
+            kv_at(c, 1, 0, head, broken, true)[i] = i % 2 == 0 ? F16_NAN : 0xfc00;
+            if (all)
+                kv_at(c, 1, 0, head, broken, false)[i] = F16_NAN;
+        }
+}
+
+/* Rows before `broken` as ever, later ones no numbers in every head. */
+static void attend_broken(device *d, void *ctx)
+{
+    const twins *t = ctx;
+    const context *c = t->plan.context;
+    size_t row_floats = (size_t)c->heads * c->layout.head_dim;
+    float *out = out_make(&t->plan);
+
+    attend(d, &t->plan, out);
+    for (uint32_t r = 0; r < t->plan.rows; r++) {
+        uint32_t position = t->plan.row[r].position;
+        const float *got = out + r * row_floats;
+        if (position == CU_ROW_NONE)
+            continue;
+        if (position < t->broken) {
+            assert_memory_equal(got, t->expected + position * row_floats,
+                                row_floats * sizeof(float));
+            continue;
+        }
+        for (uint32_t head = 0; head < c->heads; head++) {
+            bool found = false;
+            for (uint32_t i = 0; i < c->layout.head_dim; i++)
+                found = found || !isfinite(got[head * c->layout.head_dim + i]);
+            if (!found)
+                fail_msg("position %u, head %u: numbers, though it sees %u", position, head,
+                         t->broken);
+        }
+    }
+    pd_free(out);
+}
+
+static void numbers_that_are_none_reach_no_earlier_row(void **state)
+{
+    static const context_options sizes[] = {{3, 1, 64, 16, {290}}, {12, 1, 256, 16, {80}}};
+    static const uint32_t broken[] = {263, 70}, from[] = {246, 52};
+    static twins t;
+
+    for (size_t size = 0; size < 2; size++)
+        for (int all = 0; all < 2; all++) {
+            context c;
+            context_make(&c, &sizes[size]);
+            float *expected = expected_make(&c);
+            decode_rows(*state, &c, from[size], broken[size], expected);
+            break_position(&c, broken[size], all == 1);
+            t = (twins){.expected = expected, .broken = broken[size]};
+            for (uint32_t tiles = 0; tiles < 100; tiles += 99) { /* in parts, and not */
+                t.plan = (step_plan){.context = &c, .layer = 1};
+                add_chunk(&t.plan, 0, from[size], from[size] + 24);
+                t.plan.positions_max = positions_of(&t.plan);
+                add_empty_tiles(&t.plan, tiles);
+                if (size == 0 && all == 0)
+                    device_each(*state, 1, attend_broken, &t);
+                else
+                    attend_broken(*state, &t);
+                device_clear(*state);
+            }
+            pd_free(expected);
+            context_free(&c);
+        }
+}
+
 /* Few tiles are split over blocks, many go through their contexts: here the same ones, padded. */
 static void few_tiles_or_many_are_the_same(void **state)
 {
@@ -563,16 +673,19 @@ static void few_tiles_or_many_are_the_same(void **state)
         add_chunk(&t.plan, 0, 246, 270);
         add_chunk(&t.plan, 0, 510, 530);
         add_chunk(&t.plan, 0, 598, 600);
-        t.plan.tiles += tiles;
+        add_empty_tiles(&t.plan, tiles);
         device_each(*state, 1, attend_and_equal, &t);
     }
     pd_free(expected);
     context_free(&c);
 }
 
-static void a_row_is_itself_in_any_batch_and_bucket(void **state)
+static void a_row_is_itself_in_any_batch_and_run(void **state)
 {
-    static const uint32_t buckets[] = {513, 1024, 4096};
+    static const struct {
+        uint32_t room, more_items, rows; /* rows: of others */
+        bool padding;
+    } ways[] = {{0, 0, 0, false}, {0, 5, 3, true}, {3, 0, 3, false}, {4, 1, 3, false}};
     static twins t;
     context c;
 
@@ -582,12 +695,14 @@ static void a_row_is_itself_in_any_batch_and_bucket(void **state)
     for (size_t i = 0; i < sizeof positions / sizeof *positions; i++)
         decode_rows(*state, &c, positions[i], positions[i] + 1, expected);
     t.expected = expected;
-    for (size_t i = 0; i < sizeof buckets / sizeof *buckets; i++) {
-        t.plan =
-            (step_plan){.context = &c, .layer = 1, .decode = true, .positions_max = buckets[i]};
-        if (i > 0)
-            for (uint32_t p = 0; p < 3; p++)
-                add_row(&t.plan, 0, i == 1 ? CU_ROW_NONE : 100 * p);
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        t.plan = (step_plan){.context = &c,
+                             .layer = 1,
+                             .decode = true,
+                             .room = ways[i].room,
+                             .more_items = ways[i].more_items};
+        for (uint32_t p = 0; p < ways[i].rows; p++)
+            add_row(&t.plan, 0, ways[i].padding ? CU_ROW_NONE : 100 * p);
         add_row(&t.plan, 0, 512);
         add_row(&t.plan, 0, 255);
         device_each(*state, 1, attend_and_equal, &t);
@@ -596,11 +711,65 @@ static void a_row_is_itself_in_any_batch_and_bucket(void **state)
     context_free(&c);
 }
 
+/* --- the list --- */
+
+static void a_list_has_each_split_of_each_row_once(void **state)
+{
+    static const uint32_t position[] = {0, 255, 256, CU_ROW_NONE, 131071, 5, 1023, 1024};
+    enum { ROWS = sizeof position / sizeof *position, ITEMS = 1 + 1 + 2 + 1 + 512 + 1 + 4 + 5 };
+    static const uint32_t rooms[] = {512, 513, 516, 517, 526, 527, 10000};
+    uint32_t item_row[ITEMS + 1], row_item[ROWS];
+    cu_run runs[ROWS + 1];
+
+    (void)state;
+    for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) {
+        item_row[ITEMS] = 77;
+        memset(runs, 0xff, sizeof runs);
+        uint32_t count = cu_items_list(position, ROWS, rooms[i], item_row, row_item, runs);
+        uint32_t row = 0, item = 0;
+        for (uint32_t r = 0; r < count; r++) {
+            assert_true(runs[r].row == row && runs[r].item == item && runs[r].rows > 0);
+            assert_true(runs[r].items <= rooms[i]);
+            for (; row < runs[r].row + runs[r].rows; row++) {
+                assert_int_equal(row_item[row], item);
+                for (uint32_t n = 0; n < cu_items_of(position[row]); n++)
+                    assert_int_equal(item_row[item++], row);
+            }
+            assert_int_equal(item, runs[r].item + runs[r].items);
+        }
+        assert_true(row == ROWS && item == ITEMS);
+        assert_true((rooms[i] >= ITEMS) == (count == 1));
+        assert_int_equal(item_row[ITEMS], 77);
+        assert_int_equal(runs[count].row, UINT32_MAX);
+    }
+}
+
+/* One long row among many costs its own splits, and scratch has a bound whatever rows and context.
+ */
+static void work_and_scratch_grow_with_what_there_is(void **state)
+{
+    (void)state;
+    assert_int_equal(cu_items_of(131071), 512);
+    for (uint32_t rows = 1; rows < 2000; rows += 7)
+        for (uint32_t items = rows; items < 20000; items += items / 9 + 1) {
+            uint32_t padded = cu_items_padded(rows, items);
+            assert_true(padded >= items && padded <= items + items / 8 + 1);
+            assert_true((padded > rows) == (items > rows));
+        }
+    uint64_t item = cu_attention_item_bytes(32, 128);
+    assert_int_equal(item, 32 * 130 * 4);
+    assert_true(cu_items_room(1024, 32, 128, 131072) * item <= CU_ATTENTION_SCRATCH);
+    assert_true(cu_items_room(1024, 32, 128, 131072) > 4000);
+    assert_int_equal(cu_items_room(1, 64, 256, 4u << 20), 16384); /* one row, whatever it takes */
+    assert_int_equal(cu_items_room(3, 32, 128, 257), 6);
+}
+
 static void other_head_sizes_are_refused(void **state)
 {
     device *d = *state;
     static const uint32_t none[1];
-    cu_step step = {.rows = 1, .position = none};
+    const cu_run run = {.rows = 1, .items = 1};
+    cu_step step = {.rows = 1, .position = none, .runs = 1, .run = &run};
     cu_kv kv = {.layers = 1,
                 .kv_heads = 1,
                 .head_dim = 48,
@@ -621,10 +790,11 @@ static void other_head_sizes_are_refused(void **state)
 static void prefill_scratch_is_bounded(void **state)
 {
     (void)state;
-    assert_int_equal(cu_attention_scratch_bytes(false, 512, 32, 128, 131072),
-                     CU_ATTENTION_PREFILL_SCRATCH);
-    assert_int_equal(cu_attention_scratch_bytes(false, 512, 32, 128, 256), 0);
-    assert_int_equal(cu_attention_scratch_bytes(true, 2, 32, 128, 257), 2 * 32 * 2 * 130 * 4);
+    assert_int_equal(cu_attention_scratch_bytes(512, 32, 128, 131072),
+                     512 * 32 * 4 + CU_ATTENTION_SCRATCH);
+    assert_int_equal(cu_attention_scratch_bytes(512, 32, 128, 256), 512 * 32 * 4);
+    assert_int_equal(cu_attention_scratch_bytes(2, 32, 128, 257),
+                     2 * 32 * 4 + 2 * 32 * 2 * 130 * 4);
 }
 
 int main(void)
@@ -635,7 +805,10 @@ int main(void)
         cmocka_unit_test(any_numbers),
         cmocka_unit_test(prefill_is_decode_in_every_chunking),
         cmocka_unit_test(few_tiles_or_many_are_the_same),
-        cmocka_unit_test(a_row_is_itself_in_any_batch_and_bucket),
+        cmocka_unit_test(a_row_is_itself_in_any_batch_and_run),
+        cmocka_unit_test(a_list_has_each_split_of_each_row_once),
+        cmocka_unit_test(work_and_scratch_grow_with_what_there_is),
+        cmocka_unit_test(numbers_that_are_none_reach_no_earlier_row),
         cmocka_unit_test(other_head_sizes_are_refused),
         cmocka_unit_test(prefill_scratch_is_bounded),
     };

@@ -513,9 +513,54 @@ static void products_of_halves_are_right_in_every_order(void **state)
     device_each(*state, 2, halves_in_every_way_right, NULL);
 }
 
+/* --- plain copies --- */
+
+static void unpack_and_compare(device *d, void *ctx)
+{
+    static const uint32_t sizes[][2] = {{1, 16}, {16, 32}, {17, 496}, {40, 1040}, {33, 128}};
+    uint64_t seed = 9;
+
+    (void)ctx;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        uint32_t rows = sizes[i][0], cols = sizes[i][1];
+        size_t bytes = 2 * (size_t)rows * cols;
+        size_t packed_bytes = (size_t)cu_pack_bytes(PD_BF16, rows, cols);
+        uint16_t *plain = test_malloc(bytes), *back = test_malloc(bytes);
+        unsigned char *packed = test_malloc(packed_bytes);
+        for (size_t at = 0; at < (size_t)rows * cols; at++)
+            plain[at] = (uint16_t)device_random(&seed);
+        cu_pack(PD_BF16, rows, cols, 0, cols, plain, packed);
+        unsigned char *out = device_space(d, bytes);
+        assert_int_equal(
+            cu_unpack(d->stream, rows, cols, device_upload(d, packed, packed_bytes), out), PD_OK);
+        device_download(d, back, out, bytes);
+        assert_memory_equal(back, plain, bytes);
+
+        uint32_t zero = 0, found = 0;
+        uint32_t *differ = device_upload(d, &zero, sizeof zero);
+        for (uint32_t turn = 0; turn < 2; turn++) { /* the same, then one bit of the last word */
+            const void *b = device_upload(d, plain, bytes);
+            assert_int_equal(cu_compare(d->stream, out, b, bytes / 4, differ), PD_OK);
+            device_download(d, &found, differ, sizeof found);
+            assert_int_equal(found, turn);
+            plain[(size_t)rows * cols - 1] ^= 1;
+        }
+        device_clear(d);
+        test_free(plain);
+        test_free(back);
+        test_free(packed);
+    }
+}
+
+static void what_is_unpacked_is_what_was_packed(void **state)
+{
+    device_each(*state, 1, unpack_and_compare, NULL);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_is_unpacked_is_what_was_packed),
         cmocka_unit_test(exact_products_are_the_references_at_every_size),
         cmocka_unit_test(exact_products_are_the_references_in_every_order),
         cmocka_unit_test(zeros_outliers_and_what_is_no_number_come_out_as_the_references),

@@ -3,6 +3,7 @@
  * that fails never gives a token. */
 
 #include "kernels/cuda/model.h"
+#include "kernels/cuda/weights.h"
 #include "kernels/model/host.h"
 #include "kernels/model/sample.h"
 #include "tests/gpu-emu/device.h"
@@ -75,6 +76,25 @@ static const given models[] = {
       .gate = PD_Q4_1,
       .up = PD_Q4_1,
       .down = PD_Q4_1}},
+    {"f32",
+     0.01,
+     {.hidden = 64,
+      .heads = 2,
+      .kv_heads = 2,
+      .head_dim = 32,
+      .ffn = 128,
+      .layers = 2,
+      .vocab = VOCAB,
+      .context = 512,
+      .embedding = PD_F32,
+      .query = PD_F32,
+      .key = PD_F32,
+      .value = PD_F32,
+      .output = PD_F32,
+      .gate = PD_F32,
+      .up = PD_F32,
+      .down = PD_F32,
+      .head = PD_F32}},
     {"f16",
      0.06,
      {.hidden = 128,
@@ -532,6 +552,99 @@ static void what_does_not_fit_is_refused_before_it_is_tried(void **state)
     pd_model_file_close(file);
 }
 
+/* More than the device has, by the hashes alone: nothing is taken, and a smaller pool fits. */
+/* Rows enough for cuBLASLt, where there is one, and 16-bit weights: what multiplies is told. */
+static void what_multiplies_is_in_the_description(void **state)
+{
+    const kern_backend_options options = {
+        .context_max = 64, .rows_max = 1024, .slices_max = 8, .logits_rows_max = 8};
+    const cu_model_settings settings = {.backend = "test"};
+
+    (void)state;
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        pd_model_file *file = tiny_open_shape(&models[i].shape);
+        kern_loaded *model = NULL;
+        assert_int_equal(cu_model_create(file, &options, &settings, &model), PD_OK);
+        bool told = strstr(cu_model_describe(model), "cuBLASLt") != NULL;
+        bool halves = models[i].shape.value == PD_F16 || models[i].shape.up == PD_BF16;
+        assert_true(told == halves);
+        cu_model_destroy(model);
+        pd_model_file_close(file);
+    }
+}
+
+/* Each leaf of a sum is whole blocks of every format: 32 columns, 16 of 16-bit ones. */
+static void leaves_are_whole_blocks_of_every_format(void **state)
+{
+    (void)state;
+    for (uint32_t kv_heads = 1; kv_heads <= 80; kv_heads++)
+        for (uint32_t cols = 32; cols < 4000; cols += 32) {
+            const pd_model_shape shape = {.kv_heads = kv_heads};
+            uint32_t leaves = cu_leaves_of(&shape, cols);
+            assert_true(leaves > 0 && cols % leaves == 0 && cols / leaves % 32 == 0);
+        }
+}
+
+static void a_pool_without_room_for_its_hashes_is_refused_before_it_is_made(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    const kern_backend_options options = options_of(16);
+    const cu_model_settings settings = {.backend = "test"};
+    kern_loaded *model = NULL;
+    pd_kv_layout layout = layout_of(file);
+    uint64_t before = 0, after = 0;
+    void *pool = NULL;
+
+    (void)state;
+    assert_int_equal(cu_model_create(file, &options, &settings, &model), PD_OK);
+    assert_int_equal(gpu_memory_free(cu_model_gpu(model), &before), PD_OK);
+    assert_int_equal(cu_model_pool_alloc(model, before - before / 200, &pool), PD_E_NOMEM);
+    assert_null(pool);
+    assert_int_equal(gpu_memory_free(cu_model_gpu(model), &after), PD_OK);
+    assert_int_equal(after, before);
+    assert_int_equal(cu_model_pool_alloc(model, layout.pool_bytes, &pool), PD_OK);
+    assert_int_equal(cu_model_bind(model, &layout, pool, true), PD_OK);
+    cu_model_pool_free(model);
+    cu_model_destroy(model);
+    pd_model_file_close(file);
+}
+
+/* Each allocation of a step that would be recorded fails in turn. The step is run call by call
+ * then, or fails as a whole; in either case a later one is recorded, after a pause that grows. */
+static void a_recording_that_fails_is_tried_again_later(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    float *expected = logits_space(1), *logits = logits_space(1);
+    rig r = rig_of(*state, file, false);
+    kern_job_slice slice = slice_of(&r, 0, 0, 1, expected);
+    kern_backend_step step = {.slices = &slice, .slices_count = 1};
+    uint32_t failed = 0, pause = 0;
+
+    slice.want_token = true;
+    run(&r, &slice, 1);
+    assert_int_equal(cu_model_graphs(r.model), 0); /* the first time is never recorded */
+    slice.slice.logits = logits;
+    for (long n = 0; cu_model_graphs(r.model) == 0; n++) {
+        pd_mem_fail_at(n);
+        pd_status status = cu_model_step(r.model, &step);
+        pd_mem_fail_at(-1);
+        if (status != PD_OK || cu_model_graphs(r.model) != 0)
+            continue;
+        assert_memory_equal(logits, expected, sizeof *logits * VOCAB);
+        for (pause = 0; failed == 0 && cu_model_graphs(r.model) == 0; pause++) {
+            run(&r, &slice, 1);
+            assert_memory_equal(logits, expected, sizeof *logits * VOCAB);
+            assert_true(pause < 100);
+        }
+        failed++;
+    }
+    assert_true(failed > 0);
+    rig_end(&r);
+    pd_model_file_close(file);
+    pd_free(expected);
+    pd_free(logits);
+}
+
 static void creation_survives_every_failed_allocation(void **state)
 {
     pd_model_file *file = tiny_open_shape(&models[1].shape);
@@ -610,6 +723,10 @@ int main(void)
         cmocka_unit_test(what_is_out_of_range_is_refused),
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
         cmocka_unit_test(what_does_not_fit_is_refused_before_it_is_tried),
+        cmocka_unit_test(what_multiplies_is_in_the_description),
+        cmocka_unit_test(leaves_are_whole_blocks_of_every_format),
+        cmocka_unit_test(a_pool_without_room_for_its_hashes_is_refused_before_it_is_made),
+        cmocka_unit_test(a_recording_that_fails_is_tried_again_later),
         cmocka_unit_test(creation_survives_every_failed_allocation),
         cmocka_unit_test(a_lost_device_gives_no_token),
     };

@@ -1,6 +1,9 @@
 #include "tests/gpu/cases.h"
 
+#include "common/base/mem.h"
 #include "common/kv/tile_sum.h"
+#include "kernels/cuda/items.h"
+#include "kernels/ops.h"
 #include "kernels/sampling.h"
 
 /* Llama 3.1 8B's shape. */
@@ -17,6 +20,7 @@ enum {
     GROUP_LAYERS = 1,
     BLOCKS = CASE_DECODE_ROWS * CASE_CONTEXT / BLOCK_TOKENS,
     KV_BLOCKS = 512, /* that are sealed, gathered or scattered at once */
+    ITEMS = CASE_DECODE_ROWS * CASE_CONTEXT / KERN_SPLIT_TOKENS,
     CASES_MAX = 40,
 };
 
@@ -34,7 +38,9 @@ static struct {
     uint32_t *tokens, *broken;
     uint64_t *seals;
     void *scratch, *run;
-    void *weights[PD_DTYPES];
+    unsigned char *weights[PD_DTYPES];
+    uint64_t weights_bytes[PD_DTYPES];
+    uint32_t turn; /* of the products */
 } all;
 
 static void *get(uint64_t bytes)
@@ -49,12 +55,19 @@ static void *put(const void *host, uint64_t bytes)
 
 /* --- what the operations work on --- */
 
+static bool is_half(pd_dtype dtype)
+{
+    return dtype == PD_BF16 || dtype == PD_F16;
+}
+
 static void make_steps(void)
 {
     static uint32_t position[CASE_PREFILL_ROWS], table[CASE_PREFILL_ROWS], token[CASE_PREFILL_ROWS];
     static uint32_t tile_row[CASE_PREFILL_ROWS / CU_TILE_ROWS];
     static uint32_t tile_rows[CASE_PREFILL_ROWS / CU_TILE_ROWS];
     static pd_block blocks[BLOCKS];
+    static uint32_t item_row[ITEMS], row_item[CASE_DECODE_ROWS];
+    static cu_run run[CASE_DECODE_ROWS];
 
     for (uint32_t i = 0; i < BLOCKS; i++) /* neighbours of a sequence lie far apart */
         blocks[i] = (pd_block)((uint64_t)i * 4099 % BLOCKS);
@@ -69,7 +82,11 @@ static void make_steps(void)
         .position = put(position, sizeof position),
         .table = put(table, sizeof table),
         .blocks = put(blocks, sizeof blocks),
+        .runs = cu_items_list(position, CASE_DECODE_ROWS, ITEMS, item_row, row_item, run),
+        .run = run,
     };
+    all.decode.item_row = put(item_row, sizeof item_row);
+    all.decode.row_item = put(row_item, sizeof row_item);
     for (uint32_t row = 0; row < CASE_PREFILL_ROWS; row++) {
         position[row] = row;
         table[row] = 0;
@@ -118,6 +135,23 @@ static void make_kv(void)
     all.run = get(KV_BLOCKS * KV_HEADS * kv->layer_bytes);
 }
 
+/* Sums of zeros would be done with less power than others; and both signs and many sizes are what
+ * tells one order of sums from another. */
+static uint16_t *random_halves(uint64_t count)
+{
+    uint16_t *halves = pd_malloc(count * sizeof *halves);
+    uint64_t random = 88172645463325252;
+
+    pd_assert(halves != NULL);
+    for (uint64_t i = 0; i < count; i++) {
+        random ^= random << 13; /* xorshift64, Marsaglia 2003 */
+        random ^= random >> 7;
+        random ^= random << 17;
+        halves[i] = (uint16_t)((random & 0x807f) | (119 + (random >> 32 & 7)) << 7);
+    }
+    return halves;
+}
+
 static void make_acts(cu_acts pair[2], uint32_t cols)
 {
     uint64_t n = (uint64_t)CASE_PREFILL_ROWS * cols;
@@ -127,7 +161,9 @@ static void make_acts(cu_acts pair[2], uint32_t cols)
                         .scales = get(n / 8),
                         .sums = get(n / 8),
                         .quant_sums = get(n / 8)};
-    pair[1] = (cu_acts){.cols = cols, .halves = get(2 * n), .halves_are_bf16 = true};
+    uint16_t *halves = all.memory->l2_bytes > 0 ? random_halves(n) : NULL;
+    pair[1] = (cu_acts){.cols = cols, .halves = put(halves, 2 * n), .halves_are_bf16 = true};
+    pd_free(halves);
 }
 
 static void make_rows(void)
@@ -135,10 +171,9 @@ static void make_rows(void)
     static cu_sampling sampling[CASE_DECODE_ROWS];
     uint64_t widest = 2 * FFN;
     uint64_t logits = (uint64_t)CASE_DECODE_ROWS * VOCAB, wide = widest * CASE_PREFILL_ROWS;
-    uint64_t decode =
-        cu_attention_scratch_bytes(true, CASE_DECODE_ROWS, HEADS, HEAD_DIM, CASE_CONTEXT);
+    uint64_t decode = ITEMS * cu_attention_item_bytes(HEADS, HEAD_DIM);
     uint64_t chunk =
-        cu_attention_scratch_bytes(false, CASE_PREFILL_ROWS, HEADS, HEAD_DIM, CASE_PREFILL_ROWS);
+        cu_attention_scratch_bytes(CASE_PREFILL_ROWS, HEADS, HEAD_DIM, CASE_PREFILL_ROWS);
     uint64_t sample = cu_sample_scratch_bytes(CASE_DECODE_ROWS, VOCAB);
     uint64_t scratch = decode > chunk ? decode : chunk;
 
@@ -162,11 +197,6 @@ static void make_rows(void)
 static const cu_step *step_of(const gpu_case *c)
 {
     return c->rows == CASE_PREFILL_ROWS ? &all.prefill : &all.decode;
-}
-
-static bool is_half(pd_dtype dtype)
-{
-    return dtype == PD_BF16 || dtype == PD_F16;
 }
 
 static pd_status embed(gpu_stream *stream, const gpu_case *c)
@@ -198,9 +228,27 @@ static pd_status attention(gpu_stream *stream, const gpu_case *c)
 {
     bool decode = c->rows != CASE_PREFILL_ROWS;
 
-    return cu_attention(stream, step_of(c), &all.kv, 0, HEADS, decode,
-                        decode ? CASE_CONTEXT : CASE_PREFILL_ROWS, 0.088f, all.wide, all.x,
-                        all.scratch);
+    return cu_attention(stream, step_of(c), &all.kv, 0, HEADS, decode, CASE_PREFILL_ROWS, 0.088f,
+                        all.wide, all.x, all.scratch);
+}
+
+static void make_weights(pd_dtype dtype, uint32_t rows, uint32_t cols)
+{
+    uint64_t bytes = cu_pack_bytes(dtype, rows, cols) + 2 * all.memory->l2_bytes;
+    bool random = is_half(dtype) && all.memory->l2_bytes > 0;
+    uint16_t *halves = random ? random_halves(bytes / 2) : NULL;
+
+    all.weights_bytes[dtype] = bytes;
+    all.weights[dtype] = put(halves, bytes);
+    pd_free(halves);
+}
+
+/* Where the next product's weights lie: behind those of the one before. */
+static const void *next_weights(pd_dtype dtype, uint32_t rows, uint32_t cols)
+{
+    uint64_t bytes = cu_pack_bytes(dtype, rows, cols), places = all.weights_bytes[dtype] / bytes;
+
+    return all.weights[dtype] + all.turn++ % places * bytes;
 }
 
 static cu_matrix matrix_of(const gpu_case *c, uint32_t rows, uint32_t cols, uint32_t leaves)
@@ -210,7 +258,7 @@ static cu_matrix matrix_of(const gpu_case *c, uint32_t rows, uint32_t cols, uint
                        .cols = cols,
                        .leaves = leaves,
                        .leaves_all = leaves,
-                       .data = all.weights[c->dtype]};
+                       .data = next_weights(c->dtype, rows, cols)};
 }
 
 static pd_status qkv(gpu_stream *stream, const gpu_case *c)
@@ -320,15 +368,27 @@ static void add_prefill(void)
         cu_work_blocks(&all.kv, GROUP_LAYERS, KV_BLOCKS, true));
 }
 
+case_product cases_wide(void)
+{
+    return (case_product){.matrix = {.dtype = PD_BF16,
+                                     .rows = 2 * FFN,
+                                     .cols = HIDDEN,
+                                     .leaves = 1,
+                                     .leaves_all = 1,
+                                     .data = all.weights[PD_BF16]},
+                          .acts = all.hidden[1],
+                          .out = all.wide};
+}
+
 const gpu_case *cases_make(const case_memory *memory, uint32_t *count_out)
 {
     all.memory = memory;
     make_steps();
     make_kv();
     make_rows();
-    all.weights[PD_Q4_1] = get(cu_pack_bytes(PD_Q4_1, 2 * FFN, HIDDEN));
-    all.weights[PD_Q8_0] = get(cu_pack_bytes(PD_Q8_0, VOCAB, HIDDEN));
-    all.weights[PD_BF16] = get(cu_pack_bytes(PD_BF16, 2 * FFN, HIDDEN));
+    make_weights(PD_Q4_1, 2 * FFN, HIDDEN);
+    make_weights(PD_Q8_0, VOCAB, HIDDEN);
+    make_weights(PD_BF16, 2 * FFN, HIDDEN);
     add_decode();
     add_prefill();
     *count_out = all.count;

@@ -14,6 +14,9 @@
 typedef struct case_memory {
     void *(*get)(void *ctx, const void *host, uint64_t bytes);
     void *ctx;
+    /* Of the device's second-level cache: each launch of a product takes other weights, until they
+     * are twice that. 0: the content of weights does not matter, and they are always the same. */
+    uint64_t l2_bytes;
 } case_memory;
 
 typedef struct gpu_case gpu_case;
@@ -24,6 +27,15 @@ struct gpu_case {
     pd_status (*queue)(gpu_stream *stream, const gpu_case *c);
     uint32_t rows;
 };
+
+/* The product of CASE_PREFILL_ROWS rows by a bf16 gate and up, for who multiplies by other means.
+ */
+typedef struct case_product {
+    cu_matrix matrix;
+    cu_acts acts;
+    float *out; /* [CASE_PREFILL_ROWS][matrix.rows] */
+} case_product;
+case_product cases_wide(void);
 
 /* Takes all memory that the cases work in. The table is static: one set of cases a process. */
 const gpu_case *cases_make(const case_memory *memory, uint32_t *count_out);

@@ -19,6 +19,26 @@ uint32_t gpu_count(char *reason, size_t reason_size)
     return DEVICES;
 }
 
+pd_status gpu_look(uint32_t device, gpu_info *info_out)
+{
+    gpu_info info = {};
+
+    if (device >= DEVICES) {
+        pd_log_error("msg=\"emulated gpu: there is no device %u\"", device);
+        return PD_E_UNSUPPORTED;
+    }
+    snprintf(info.name, sizeof info.name, "emulated sm_90 (%u)", device);
+    info.numa_node = -1;
+    info.arch = 90;
+    info.processors = 4;
+    info.memory_bytes = MEMORY_BYTES;
+    info.shared_bytes_max = EMU_SHARED_MAX;
+    info.l2_bytes = 32u << 20;
+    info.emulated = true;
+    *info_out = info;
+    return PD_OK;
+}
+
 pd_status gpu_open(uint32_t device, gpu **gpu_out)
 {
     gpu *g = static_cast<gpu *>(pd_calloc(1, sizeof *g));
@@ -26,11 +46,9 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
 
     if (g == NULL)
         return PD_E_NOMEM;
-    if (device >= DEVICES) {
-        pd_log_error("msg=\"emulated gpu: there is no device %u\"", device);
-        status = PD_E_UNSUPPORTED;
+    status = gpu_look(device, &g->info);
+    if (status != PD_OK)
         goto failed;
-    }
     status = emu_queue_open();
     if (status != PD_OK)
         goto failed;
@@ -41,14 +59,7 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
         emu_queue_close();
         goto failed;
     }
-    snprintf(g->info.name, sizeof g->info.name, "emulated sm_90 (%u)", device);
-    g->info.numa_node = -1;
-    g->info.arch = 90;
-    g->info.processors = 4;
-    g->info.memory_bytes = g->info.memory_free_bytes = MEMORY_BYTES;
-    g->info.shared_bytes_max = EMU_SHARED_MAX;
-    g->info.l2_bytes = 32u << 20;
-    g->info.emulated = true;
+    g->info.memory_free_bytes = MEMORY_BYTES;
     *gpu_out = g;
     return PD_OK;
 failed:
@@ -78,16 +89,28 @@ const gpu_info *gpu_info_of(const gpu *g)
     return &g->info;
 }
 
+pd_status gpu_met(gpu *g, int error, const char *call)
+{
+    return error == 0 ? PD_OK : emu_break(g, "%s failed with error %d", call, error);
+}
+
 const char *gpu_broken(const gpu *g)
 {
     return g->broken ? g->why : NULL;
+}
+
+pd_status gpu_memory_free(gpu *g, uint64_t *bytes_out)
+{
+    emu_memory_lock();
+    *bytes_out = emu_memory_free_bytes(g->memory);
+    emu_memory_unlock();
+    return PD_OK;
 }
 
 static pd_status alloc(gpu *g, uint64_t bytes, bool host, void **memory_out)
 {
     emu_memory_lock();
     void *memory = emu_memory_alloc(g->memory, bytes, host);
-    g->info.memory_free_bytes = emu_memory_free_bytes(g->memory);
     emu_memory_unlock();
     if (memory == NULL) {
         pd_log_error("msg=\"emulated gpu: out of memory\" bytes=%llu", (unsigned long long)bytes);
@@ -108,7 +131,6 @@ static void release(gpu *g, void *memory)
     emu_memory_lock();
     emu_memory_check(g->memory, text, sizeof text);
     bool known = emu_memory_free(g->memory, memory);
-    g->info.memory_free_bytes = emu_memory_free_bytes(g->memory);
     emu_memory_unlock();
     if (text[0] != '\0')
         (void)emu_break(g, "something, seen as memory was freed, %s", text);
