@@ -24,6 +24,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+/* By what words go: "nccl" or "nccl-tcp"; the state of the test that runs. */
+static const char *messages;
+
+static int choose_messages(void **state)
+{
+    messages = *state;
+    return 0;
+}
+
 static uint32_t comms_made(const char *path)
 {
     struct stat file;
@@ -33,7 +42,7 @@ static uint32_t comms_made(const char *path)
 static pd_transfer *nccl_make(pd_transfer_options options)
 {
     pd_transfer *transfer = NULL;
-    options.transport = "nccl";
+    options.transport = messages;
     options.pool_bytes = POOL_BYTES;
     options.peers_max = options.peers_max == 0 ? 4 : options.peers_max;
     read_transport(&options);
@@ -142,7 +151,7 @@ static void communicators_are_made_when_needed_and_bounded(void **state)
     setenv("NCCL_STAND_IN_COUNT", path, 1);
     receiver r[3];
     for (int i = 0; i < 3; i++)
-        r[i] = receiver_start("nccl");
+        r[i] = receiver_start(messages);
     pd_transfer *transfer = nccl_create(0, 2);
     pd_peer peers[3];
     uint64_t random = 11;
@@ -179,7 +188,7 @@ static void a_fault_of_nccl_brings_the_peer_down_in_time(void **state)
     for (size_t i = 0; i < 2 * (sizeof faults / sizeof *faults); i++) {
         bool theirs = i % 2 != 0; /* the receiver's NCCL fails, else ours; theirs waits 2.5 s */
         set_faults(faults[i / 2]);
-        receiver r = receiver_start("nccl");
+        receiver r = receiver_start(messages);
         if (theirs)
             set_faults("");
         pd_peer peer = connect_to(transfer, &r, i);
@@ -204,7 +213,7 @@ static void a_fault_of_nccl_brings_the_peer_down_in_time(void **state)
         assert_int_equal(closed_status(transfer, peer), PD_OK); /* the receiver lives and says so */
         receiver_kill(&r);
         set_faults("");
-        r = receiver_start("nccl");
+        r = receiver_start(messages);
         peer = connect_to(transfer, &r, i);
         round_trip(transfer, peer, &r, &random, 5);
         close_peer(transfer, peer);
@@ -219,7 +228,7 @@ static void calls_that_are_under_way_are_waited_for(void **state)
     uint64_t random = 14;
     (void)state;
     set_faults("slow-calls");
-    receiver r = receiver_start("nccl");
+    receiver r = receiver_start(messages);
     pd_transfer *transfer = nccl_create(0, 0);
     pd_peer peer = connect_to(transfer, &r, 1);
     for (uint32_t n = 1; n < 8; n++)
@@ -347,7 +356,7 @@ static void an_announced_communicator_is_kept(void **state)
     int low = 0; /* the receiver of the smallest id is taken before the sender is */
     (void)state;
     for (int i = 0; i < 3; i++) {
-        r[i] = receiver_start("nccl");
+        r[i] = receiver_start(messages);
         low = id_of(r[i].address, r[i].address_bytes) < id_of(r[low].address, r[low].address_bytes)
                   ? i
                   : low;
@@ -384,12 +393,12 @@ static void a_busy_sender_is_waited_for(void **state)
     enum { LOW_STALL_MS = 800 };
     pd_transfer *low = create_between(0, UINT64_MAX / 4, LOW_STALL_MS, 0);
     pd_transfer *sender = create_between(UINT64_MAX / 4, UINT64_MAX / 4 * 3, 30000, 0);
-    receiver high = receiver_start("nccl");
+    receiver high = receiver_start(messages);
     answer a;
     (void)state;
     while (id_of(high.address, high.address_bytes) < UINT64_MAX / 4 * 3) {
         receiver_kill(&high);
-        high = receiver_start("nccl");
+        high = receiver_start(messages);
     }
     pd_peer to_high = connect_to(sender, &high, 1), to_low = connect_both(sender, low, 2);
     stop_process(&high);
@@ -443,7 +452,7 @@ static void a_receiver_that_may_still_write_is_not_closed(void **state)
     pd_transfer *transfer = nccl_create(1000, 0);
     for (int killed = 0; killed < 2; killed++) {
         set_faults("0:error-after,1:stream-hangs");
-        receiver r = receiver_start("nccl");
+        receiver r = receiver_start(messages);
         pd_peer peer = connect_to(transfer, &r, 1);
         put_one(transfer, peer);
         await_down(transfer);
@@ -453,7 +462,7 @@ static void a_receiver_that_may_still_write_is_not_closed(void **state)
             stop_process(&r);
         assert_int_equal(closed_status(transfer, peer), killed ? PD_OK : PD_E_TIMEOUT);
         set_faults("");
-        receiver next = receiver_start("nccl"); /* in the same place */
+        receiver next = receiver_start(messages); /* in the same place */
         peer = connect_to(transfer, &next, 2);
         round_trip(transfer, peer, &next, &random, 5);
         close_peer(transfer, peer);
@@ -564,7 +573,7 @@ static void a_death_in_the_making_of_a_communicator_is_seen(void **state)
     uint64_t random = 17;
     (void)state;
     set_faults("1:init-hangs");
-    receiver r = receiver_start("nccl");
+    receiver r = receiver_start(messages);
     pd_peer peer = connect_to(transfer, &r, 1);
     put_one(transfer, peer);
     usleep(200000);
@@ -575,12 +584,12 @@ static void a_death_in_the_making_of_a_communicator_is_seen(void **state)
     assert_int_equal(closed_status(transfer, peer), PD_OK);
 
     set_faults("0:init-hangs");
-    receiver sender = process_start("sender", "nccl");
+    receiver sender = process_start("sender", messages);
     assert_int_equal(write(sender.out, address, bytes), bytes);
     usleep(400000);
     receiver_kill(&sender);
     set_faults("");
-    sender = process_start("sender", "nccl");
+    sender = process_start("sender", messages);
     assert_int_equal(write(sender.out, address, bytes), bytes);
     start_ns = pd_clock_now_ns();
     expect(transfer, PD_TRANSFER_NOTICE, PD_OK);
@@ -588,7 +597,7 @@ static void a_death_in_the_making_of_a_communicator_is_seen(void **state)
     receiver_kill(&sender);
     while (next_event(transfer, 300))
         ;
-    r = receiver_start("nccl");
+    r = receiver_start(messages);
     peer = connect_to(transfer, &r, 1);
     round_trip(transfer, peer, &r, &random, 5);
     pd_transfer_destroy(transfer);
@@ -606,7 +615,7 @@ static void a_living_sender_that_is_fenced_changes_no_byte(void **state)
     uint64_t random = 13;
     (void)state;
     for (int round = 0; round < 8; round++) {
-        receiver sender = process_start("sender", "nccl");
+        receiver sender = process_start("sender", messages);
         assert_int_equal(write(sender.out, address, bytes), bytes);
         expect(transfer, PD_TRANSFER_NOTICE, PD_OK);
         usleep((unsigned)(pd_random_next(&random) % 3000));
@@ -643,6 +652,16 @@ static int nothing_is_left(void **state)
     return 0;
 }
 
+#define ONE(test)                                                                                  \
+    {                                                                                              \
+#test, test, choose_messages, NULL, "nccl"                                                 \
+    }
+#define BOTH(test)                                                                                 \
+    ONE(test),                                                                                     \
+    {                                                                                              \
+#test "/tcp", test, choose_messages, NULL, "nccl-tcp"                                      \
+    }
+
 int main(int argc, char **argv)
 {
     int role = process_role(argc, argv);
@@ -653,21 +672,21 @@ int main(int argc, char **argv)
     set_faults(""); /* it is there before any thread reads it, and only its value changes */
     cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(communicators_are_made_when_needed_and_bounded),
-        cmocka_unit_test(a_fault_of_nccl_brings_the_peer_down_in_time),
-        cmocka_unit_test(calls_that_are_under_way_are_waited_for),
-        cmocka_unit_test(everybody_to_everybody_ends),
-        cmocka_unit_test(a_crowd_shares_two_communicators),
-        cmocka_unit_test(both_ways_are_believed_at_once),
-        cmocka_unit_test(an_announced_communicator_is_kept),
-        cmocka_unit_test(a_busy_sender_is_waited_for),
-        cmocka_unit_test(what_is_closed_is_written_no_more),
-        cmocka_unit_test(a_receiver_that_may_still_write_is_not_closed),
-        cmocka_unit_test(a_goodbye_finds_another_way),
-        cmocka_unit_test(a_hello_is_said_until_there_is_a_place),
-        cmocka_unit_test(a_death_in_the_making_of_a_communicator_is_seen),
-        cmocka_unit_test(a_living_sender_that_is_fenced_changes_no_byte),
-        cmocka_unit_test(memory_of_the_host_is_not_nccls_to_carry),
+        ONE(communicators_are_made_when_needed_and_bounded),
+        ONE(a_fault_of_nccl_brings_the_peer_down_in_time),
+        ONE(calls_that_are_under_way_are_waited_for),
+        BOTH(everybody_to_everybody_ends),
+        ONE(a_crowd_shares_two_communicators),
+        BOTH(both_ways_are_believed_at_once),
+        ONE(an_announced_communicator_is_kept),
+        ONE(a_busy_sender_is_waited_for),
+        BOTH(what_is_closed_is_written_no_more),
+        BOTH(a_receiver_that_may_still_write_is_not_closed),
+        ONE(a_goodbye_finds_another_way),
+        BOTH(a_hello_is_said_until_there_is_a_place),
+        BOTH(a_death_in_the_making_of_a_communicator_is_seen),
+        ONE(a_living_sender_that_is_fenced_changes_no_byte),
+        ONE(memory_of_the_host_is_not_nccls_to_carry),
     };
     return cmocka_run_group_tests(tests, NULL, nothing_is_left);
 }
