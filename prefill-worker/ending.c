@@ -28,7 +28,8 @@ void prefill_say_done(pd_role_core *core, const prefill_request *r)
     done->compute_ms = (float)((double)r->compute_ns / 1e6);
     done->ship_ms = (float)((double)r->wire_ns / 1e6);
     done->ship_bytes = r->ship_bytes;
-    done->may_land = r->may_land;
+    /* what is sent may be on its way still: over tcp the kernel has it, and then a slow link */
+    done->may_land = r->may_land || r->posted > 0;
     done->again = r->again;
     done->shipped_bytes = core->counters.bytes_shipped;
     snprintf(done->reason, sizeof done->reason, "%s", r->reason);

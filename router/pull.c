@@ -178,7 +178,7 @@ void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_k
      * it. */
     pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
                           .ship_again = {.key = *key, .group = UINT32_MAX, .count = 1}};
-    if (!left->may_land && source != ROUTER_NO_WORKER && !router_request_send(t, source, &message))
+    if (source != ROUTER_NO_WORKER && !router_request_send(t, source, &message))
         pd_log_debug("msg=\"a question for a last word was not taken\"");
 }
 
@@ -224,6 +224,7 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
 
 void router_pull_on_landed(router_requests *t, router_request *r)
 {
+    r->pull.may_land = r->pull.may_land && r->pull.open;
     if (r->pull.slot != ROUTER_NO_WORKER)
         release(t, r);
 }

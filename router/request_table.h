@@ -102,7 +102,7 @@ typedef struct router_request {
     uint64_t landing_ns;      /* patience with its sender's silence, as the decode worker has it */
     router_again again;       /* of this attempt */
     bool decode_open;         /* it has a lease or a sequence of ours */
-    bool writer_lost;         /* nobody says that the prefill worker's writes have ended */
+    bool writer_lost;         /* no word of the control plane ends the prefill worker's writes */
     uint64_t lease_sent_ns, prefill_sent_ns, start_sent_ns;
     double charged_ms; /* on the prefill worker's queue; 0 when taken off */
     bool charged_prefill, charged_decode;

@@ -160,8 +160,8 @@ typedef struct pd_msg_prefill_done {
                       also where it went on behind computing */
     uint64_t ship_bytes;
     char reason[PD_REASON_BYTES];
-    /* Its link was cut after it had begun to write: what a socket holds may still land, and the
-     * decode worker has had no last word. False with every other end, whatever its status. */
+    /* It has written, and what it wrote may be on its way still, whatever the status: sent is not
+     * landed. Its word on the data plane, which goes behind, ends that. False: it never wrote. */
     bool may_land;
     uint32_t again;         /* how many PD_MSG_SHIP_AGAIN of this key came before this word */
     uint64_t shipped_bytes; /* as in pd_worker_counts: the sum over all keys */

@@ -191,6 +191,20 @@ bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
     return false;
 }
 
+bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
+        const pd_link *link =
+            words->said[i].tag == 0 ? NULL : up_by_tag(words->links, words->said[i].tag);
+        if (link == NULL || !pd_request_key_equal(&words->said[i].key, key))
+            continue;
+        words->said[i].tag = 0; /* it is the next one's */
+        say_abort(words, link, key, false);
+        return true;
+    }
+    return pd_last_words_owes(words, key);
+}
+
 bool pd_last_words_ended(const pd_last_words *words, const pd_request_key *key)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_ENDED_MAX; i++) {

@@ -64,6 +64,10 @@ bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver);
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
 /* What was written for that key may still land: one is owed for it, or can never be said. */
 bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key);
+/* Somebody asks for it by way of a router, whose answer could overtake what is on its way. True:
+ * the receiver is to wait for the data plane's word, which is owed, or was said by a link that is
+ * up and is said once more. False: nothing of it can be on its way. */
+bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key);
 
 /* Nothing is written for that key any more, whether it was or not: a request for it that comes now
  * was late, or comes twice, and must not be begun. */

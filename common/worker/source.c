@@ -100,7 +100,8 @@ static void say_done(pd_source *source, const pd_source_ship *ship)
     done->status = ship->status;
     done->ship_ms = (float)((double)ship->wire_ns / 1e6);
     done->ship_bytes = ship->bytes;
-    done->may_land = ship->may_land;
+    /* what is sent may be on its way still: over tcp the kernel has it, and then a slow link */
+    done->may_land = ship->may_land || ship->posted > 0;
     done->again = ship->again;
     done->shipped_bytes = source->o.counters->bytes_shipped;
     snprintf(done->reason, sizeof done->reason, "%s", ship->reason);
@@ -130,7 +131,7 @@ void pd_source_unknown(pd_source *source, const pd_request_key *key)
     pd_source_ship ship = {
         .key = *key, .status = PD_E_NOT_FOUND, .reason = "nothing is held for it", .again = 1};
 
-    ship.may_land = pd_last_words_owes(source->o.words, key);
+    ship.may_land = pd_last_words_say_again(source->o.words, key);
     pd_last_words_end(source->o.words, key);
     say_done(source, &ship);
 }
@@ -802,7 +803,7 @@ void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_rout
         end_early(source, ship, PD_E_CANCELLED, "its receiver waits no more", now_ns);
         return;
     }
-    if (pd_last_words_owes(source->o.words, key))
+    if (pd_last_words_say_again(source->o.words, key))
         return; /* it is on its way */
     pd_last_words_end(source->o.words, key);
     /* By any router: the request's own may be lost. */

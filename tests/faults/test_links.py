@@ -3,7 +3,9 @@
 The shaped link carries what the prefill worker sends on its data link; everything else is as fast
 as the machine. A prompt of 112 tokens has some 2.6 MB of KV: half a second at 40 Mbit/s."""
 
+import contextlib
 import random
+import socket
 import threading
 import time
 
@@ -113,3 +115,66 @@ def test_a_link_that_becomes_slow_under_load_and_fast_again_spoils_nothing(plain
         one.assert_clean()
         report.lines.append(f"a link of {SLOW_MBIT}, then {SLOWEST_MBIT} Mbit/s, then fast again under {STREAMS} streams: {sum(done)} answers right "
                             f"({', '.join(map(str, done))}); {now['kvferry_requests_retried_total']:.0f} retries, {now['kvferry_refetches_total']:.0f} fetched again")
+
+
+def test_a_client_that_leaves_while_its_blocks_are_on_a_slow_link_spoils_no_other_stream(no_hosts, rng, report):
+    """Over tcp what is sent lies in a socket: a prefill worker is done with a prompt long before its blocks are there. When its
+    client leaves then, they must not land where another sequence has its own by now; the decode worker has few blocks, so that
+    the next one's would be those. Seeded sampling: tokens tell when K or V is another's."""
+    if no_hosts:
+        pytest.skip(no_hosts)
+    rounds, answer, early = (6, 180, 58) if FULL else (2, 180, 58)
+    staying = [fl.asked([rng.randrange(100, 40000) for _ in range(17)], answer, temperature=1.0, seed=7 + i) for i in range(rounds)]
+    leaving = [fl.asked([rng.randrange(100, 40000) for _ in range(48)], 3) for _ in range(rounds)]
+    with fl.Field("hosts", prefill=1, decode=1, tapped=True, kv={"memory": "40MiB", "prefix_cache": False},
+                  sets={"decode": ["kv.memory=14MiB"]}) as one:
+        want = [one.stream(body).tokens for body in staying]
+        names, wires, left, unlanded = {}, {}, threading.Event(), []
+
+        def hang_up(wire):
+            with contextlib.suppress(OSError, AttributeError):
+                wire.sock.shutdown(socket.SHUT_RDWR)
+            left.set()
+
+        def seen(message):
+            if message.kind not in ("LeaseRequest", "PrefillDone", "Landed"):
+                return False
+            number = message.key()[1]
+            if message.kind == "LeaseRequest":
+                names[number] = message.text(2)
+            name = names.get(number, "")
+            if message.kind == "PrefillDone" and name in wires:
+                unlanded.append(name)
+                threading.Timer(0.02, hang_up, (wires[name],)).start()
+            elif message.kind == "Landed" and name in unlanded and not left.is_set():
+                unlanded.remove(name)
+            return False
+
+        one.tap.watch(seen)
+        spoiled = []
+        for n, (stay, leave) in enumerate(zip(staying, leaving)):
+            go = threading.Event()
+            left.clear()
+
+            def leaves(n=n, leave=leave, go=go):
+                assert go.wait(60)
+                shape(one, "4mbit")
+                one.stream(leave, f"leaves-{n}", register=lambda _, wire: wires.__setitem__(f"leaves-{n}", wire))
+
+            def on_token(stream, go=go):
+                if len(stream.tokens) >= early:
+                    go.set()
+                return False
+
+            thread = threading.Thread(target=leaves, daemon=True)
+            thread.start()
+            stream = one.stream(stay, f"stays-{n}", on_token=on_token)
+            thread.join(60)
+            one.network.shape("prefill-0", "10gbit")
+            assert stream.status == 200 and stream.error is None and not stream.cut
+            if stream.tokens != want[n]:
+                spoiled.append(f"{n}: got {stream.tokens} want {want[n]}")
+            one.assert_clean()
+        assert not spoiled, "\n".join(spoiled)
+        assert unlanded, "every prompt had landed when its client left: the link was not slow"
+        report.lines.append(f"clients that left while their blocks were on a link of 4 Mbit/s: {len(unlanded)}; the streams beside them are right")

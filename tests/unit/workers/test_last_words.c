@@ -117,6 +117,31 @@ static void a_word_on_nothing_is_owed_and_nothing_may_land(void **state)
     teardown(b);
 }
 
+/* Who asks by way of a router is answered by the data plane, behind what is on its way there. */
+static void a_word_that_was_said_is_said_again_when_somebody_asks(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key key = key_of(3), other = key_of(4);
+    pd_link *link = link_up(b, RECEIVER);
+
+    pd_last_words_abort(&b->words, link, &key);
+    assert_int_equal(b->said, 1);
+    assert_false(pd_last_words_say_again(&b->words, &other)); /* nothing of it is on its way */
+    for (int turn = 0; turn < 2; turn++) {
+        assert_true(pd_last_words_say_again(&b->words, &key));
+        assert_int_equal(b->said, 2 + turn);
+        assert_int_equal(b->last.key.number, 3);
+    }
+    b->notify_status = PD_E_OVERLOAD;
+    assert_true(pd_last_words_say_again(&b->words, &key)); /* owed */
+    assert_true(pd_last_words_say_again(&b->words, &key));
+    b->notify_status = PD_OK;
+    pd_last_words_retry(&b->words);
+    assert_int_equal(b->said, 4);
+    teardown(b);
+}
+
 static void no_word_is_forgotten_while_there_is_a_place(void **state)
 {
     (void)state;
@@ -187,6 +212,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
         cmocka_unit_test(a_word_on_nothing_is_owed_and_nothing_may_land),
+        cmocka_unit_test(a_word_that_was_said_is_said_again_when_somebody_asks),
         cmocka_unit_test(no_word_is_forgotten_while_there_is_a_place),
         cmocka_unit_test(what_an_open_link_may_write_for_ever_has_no_last_word),
         cmocka_unit_test(the_latest_ends_are_remembered),
