@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 
-import httpx
 import pytest
 
 import cluster as cl
@@ -122,76 +121,6 @@ def test_the_second_turn_fetches_the_first_ones_answer_from_another_split(model,
         assert one.metric("kvferry_seal_failures_total") == 0
     with split_cluster(model, 1, 1, kv={"prefix_cache": False}) as plain:
         assert plain.complete(turn, 12, ignore_eos=True).token_ids == second.token_ids
-
-
-class ByHand(cl.Cluster):
-    """Services started as on several hosts, each with a --set of its own."""
-
-    def __init__(self, services, **changes):
-        super().__init__(**changes)
-        self.services, self.started = services, []
-
-    def up(self):
-        os.makedirs(os.path.join(self.state_dir, "logs"))
-        for name, program, *more in [("router", "router/router")] + self.services:
-            command = [os.path.join(cl.BUILD, program), "-f", self.file] + ([] if name == "router" else ["--name", name]) + more
-            with open(os.path.join(self.state_dir, "logs", f"{name}.log"), "wb") as log:
-                self.started.append(subprocess.Popen(command, cwd=cl.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                                     env=dict(os.environ, **{cl.MARK: self.mark})))
-        self.is_up = True
-        cl.wait_until(self.is_whole, 60, "not all are there")
-
-    def is_whole(self):
-        try:
-            return (self.http.get("/ready").status_code == 200 and len(self.workers()) == len(self.services)
-                    and all(worker["state"] == "ready" for worker in self.workers()))
-        except httpx.TransportError:
-            return False
-
-    def down(self):
-        for process in reversed(self.started):
-            process.terminate()
-        assert [process.wait(20 * cl.SLOW) for process in self.started] == [0] * len(self.started)
-        self.is_up = False
-        self.assert_no_process()
-
-
-@pytest.mark.skipif(cl.SANITIZED, reason="what is moved, and when, is a matter of milliseconds")
-def test_a_sequence_moves_to_a_worker_of_another_split(model):
-    """Two answers grow beyond what was predicted on one decode worker, and one of them goes on at the other. They decode on the
-    scalar reference: on a fast engine such short answers end before another one has come."""
-    services = [("prefill-0", "deploy/prefill-worker"),
-                ("decode-0", "deploy/decode-worker", "--set", "decode.tensor_parallel=1"),
-                ("decode-1", "deploy/decode-worker", "--set", "decode.tensor_parallel=2")]
-    # a block is 64 KiB here: 18 of them
-    with ByHand(services, model={"path": model, "context": 256}, workers=3, ratio="1:2", kv={"memory": f"{18 * 64}KiB"},
-                decode={"device": "cpu-ref"}) as one:
-        assert [worker["tensor_parallel"] for worker in one.of_role("decode")] == [1, 2]
-        assert [worker["ledger"]["total"] for worker in one.of_role("decode")] == [18, 18]
-        for attempt in range(4):
-            # one worker is full while the two arrive at the other, 2 blocks each, and 10 at their ends; answers are short,
-            # as far as either worker knows
-            text = one.complete([5] * 20, 4, ignore_eos=True).text
-            short = one.together([lambda: one.complete([5] * 20, 100, stop=[text[-3:]]) for _ in range(16)])
-            assert all(answer.finish == "stop" for answer in short)
-            begun, prompts = threading.Event(), [[604 + 10 * attempt + n] * 30 for n in range(2)]
-
-            def first(attempt=attempt, begun=begun):
-                return one.stream([504 + attempt] * 216, 40, ignore_eos=True, hang_up=lambda tokens: tokens > 0 and begun.set())
-
-            def later(prompt, begun=begun):
-                assert begun.wait(20 * cl.SLOW)
-                return one.stream(prompt, 130, ignore_eos=True)
-
-            answers = one.together([first] + [lambda prompt=prompt: later(prompt) for prompt in prompts])
-            assert [len(answer.token_ids) for answer in answers] == [40, 130, 130], [answer.error for answer in answers]
-            one.assert_clean()
-            if one.metric("kvferry_worker_moved_total"):
-                break
-        assert one.metric("kvferry_worker_moved_total") > 0 and one.metric("kvferry_seal_failures_total") == 0
-    with split_cluster(model, 1, 1) as plain:
-        alone = plain.together([lambda prompt=prompt: plain.complete(prompt, 130, ignore_eos=True).token_ids for prompt in prompts])
-    assert [answer.token_ids for answer in answers[1:]] == alone
 
 
 @pytest.fixture
