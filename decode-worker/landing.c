@@ -173,6 +173,7 @@ static void sender_dead(pd_role_core *core, uint64_t incarnation)
 void decode_landing_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
 {
     (void)now_ns;
+    pd_last_words_dead(&core->words, incarnation);
     decode_senders_refuse(&core->senders, incarnation, true);
     sender_dead(core, incarnation);
 }

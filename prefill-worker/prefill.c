@@ -365,6 +365,7 @@ static void prefill_on_checked(pd_role_core *core, const pd_checked *checked, ui
 
 static void prefill_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
 {
+    pd_last_words_dead(&core->words, incarnation);
     prefill_pull_source_gone(&core->pulls, incarnation, true);
     prefill_run_step(core, now_ns);
 }

@@ -260,11 +260,13 @@ void pd_land_heard(pd_lander *lander, uint64_t sender, uint64_t now_ns)
 {
     uint32_t at = 0;
 
-    while (at < PD_LAND_SENDERS_MAX && lander->heard[at].sender != sender)
-        at++;
-    if (at == PD_LAND_SENDERS_MAX) {
-        at = lander->heard_next;
-        lander->heard_next = (at + 1) % PD_LAND_SENDERS_MAX;
+    for (uint32_t i = 0; i < PD_LAND_SENDERS_MAX; i++) {
+        if (lander->heard[i].sender == sender) {
+            at = i;
+            break;
+        }
+        if (lander->heard[i].ns < lander->heard[at].ns) /* 0 where there is none */
+            at = i;
     }
     lander->heard[at].sender = sender;
     lander->heard[at].ns = now_ns;
@@ -438,7 +440,7 @@ pd_land_result pd_land_tick(pd_lander *lander, pd_landing *landing, uint64_t now
     if (landing->patience_ns == 0)
         return PD_LAND_PART;
     /* What comes from the sender says nothing of blocks that it has not been told of. */
-    uint64_t sender_ns = begun ? heard_ns(lander, landing->sender) : 0;
+    uint64_t sender_ns = begun ? later(heard_ns(lander, landing->sender), landing->heard_ns) : 0;
     uint64_t silent_ns = now_ns - later(landing->awaited_ns, sender_ns);
     if (silent_ns >= landing->patience_ns ||
         pd_landing_silence_ns(landing, now_ns) >= PD_LAND_TURNS * landing->patience_ns)

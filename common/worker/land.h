@@ -24,7 +24,7 @@
 
 #include "common/worker/role.h"
 
-enum { PD_LAND_TURNS = 32, PD_LAND_SENDERS_MAX = 64 };
+enum { PD_LAND_TURNS = 32, PD_LAND_SENDERS_MAX = 256 };
 
 typedef struct pd_landing {
     pd_request_key key;
@@ -62,7 +62,6 @@ typedef struct pd_lander {
         uint64_t sender; /* incarnation; 0: unused */
         uint64_t ns;     /* when blocks came from it last */
     } heard[PD_LAND_SENDERS_MAX];
-    uint32_t heard_next;
 } pd_lander;
 
 typedef enum pd_land_result {
@@ -92,8 +91,8 @@ void pd_landing_begin(pd_landing *landing, uint32_t first, uint32_t count, uint3
 /* Somebody waits from now on, with so much patience. */
 void pd_land_await(pd_landing *landing, uint64_t patience_ns, uint64_t now_ns);
 
-/* A PD_NOTICE_BLOCKS came from that sender, whoever it is for. The latest
- * PD_LAND_SENDERS_MAX senders are remembered. */
+/* A PD_NOTICE_BLOCKS came from that sender, whoever it is for. The PD_LAND_SENDERS_MAX senders
+ * that were heard last are remembered. */
 void pd_land_heard(pd_lander *lander, uint64_t sender, uint64_t now_ns);
 /* A PD_NOTICE_BLOCKS for a landing that was found by its key. */
 pd_land_result pd_land_on_notice(pd_lander *lander, pd_landing *landing, const pd_notice *notice,

@@ -9,6 +9,55 @@ void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
     *words = (pd_last_words){.options = options, .sink = sink, .links = links};
 }
 
+static bool is_forgotten(const pd_last_words *words, uint64_t receiver)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_FORGOTTEN_MAX; i++) {
+        if (words->forgotten[i] == receiver)
+            return true;
+    }
+    return words->forgotten_more;
+}
+
+/* Its place is wanted. Nothing was written for an empty one: its receiver asks again. */
+static void forget(pd_last_words *words, uint32_t at)
+{
+    uint64_t receiver = words->owed[at].receiver;
+    uint32_t i = 0;
+
+    if (words->owed[at].empty || is_forgotten(words, receiver))
+        return;
+    pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
+                "quarantined until this worker ends\" receiver=%016llx",
+                (unsigned long long)receiver);
+    while (i < PD_LAST_WORDS_FORGOTTEN_MAX && words->forgotten[i] != 0)
+        i++;
+    if (i < PD_LAST_WORDS_FORGOTTEN_MAX)
+        words->forgotten[i] = receiver;
+    else
+        words->forgotten_more = true;
+}
+
+static bool any_forgotten(const pd_last_words *words)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_FORGOTTEN_MAX; i++) {
+        if (words->forgotten[i] != 0)
+            return true;
+    }
+    return words->forgotten_more;
+}
+
+void pd_last_words_dead(pd_last_words *words, uint64_t receiver)
+{
+    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        if (words->owed[i].receiver == receiver)
+            words->owed[i].receiver = 0;
+    }
+    for (uint32_t i = 0; i < PD_LAST_WORDS_FORGOTTEN_MAX; i++) {
+        if (words->forgotten[i] == receiver)
+            words->forgotten[i] = 0;
+    }
+}
+
 static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_key *key, bool never,
                      bool empty)
 {
@@ -17,9 +66,7 @@ static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_k
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX && words->owed[at].receiver != 0; i++)
         at = (at + 1) % PD_LAST_WORDS_OWED_MAX;
     if (words->owed[at].receiver != 0)
-        pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
-                    "quarantined until this worker ends\" receiver=%016llx",
-                    (unsigned long long)words->owed[at].receiver);
+        forget(words, at);
     words->owed[at].receiver = receiver;
     words->owed[at].key = *key;
     words->owed[at].never = never;
@@ -30,6 +77,8 @@ static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_k
 /* A word would speak of what can never be said. */
 static bool silenced(const pd_last_words *words, uint64_t receiver, const pd_request_key *key)
 {
+    if (key->number == 0 && is_forgotten(words, receiver))
+        return true;
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
         if (words->owed[i].receiver != receiver || !words->owed[i].never)
             continue;
@@ -188,7 +237,7 @@ bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
             pd_request_key_equal(&words->owed[i].key, key))
             return true;
     }
-    return false;
+    return any_forgotten(words); /* it may be of those */
 }
 
 bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key)

@@ -14,6 +14,7 @@ enum {
     PD_LAST_WORDS_OWED_MAX = 256,
     PD_LAST_WORDS_SAID_MAX = 256,
     PD_LAST_WORDS_ENDED_MAX = 256,
+    PD_LAST_WORDS_FORGOTTEN_MAX = 64,
 };
 
 typedef struct pd_last_words {
@@ -27,6 +28,10 @@ typedef struct pd_last_words {
         bool empty; /* nothing was written for it: it is said because the receiver may wait */
     } owed[PD_LAST_WORDS_OWED_MAX];
     uint32_t owed_next;
+    /* Receivers to whom a word is owed that had no place any more: none that speaks for all of a
+     * router's may be said to them, and nobody is told that nothing may land. */
+    uint64_t forgotten[PD_LAST_WORDS_FORGOTTEN_MAX];
+    bool forgotten_more; /* than there is room for: as if everybody were among them */
     struct {
         uint64_t tag; /* of the link; 0: unused */
         uint64_t receiver;
@@ -48,14 +53,16 @@ void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_req
  * the receiver finds out by waiting. */
 void pd_last_words_written(const pd_last_words *words, uint64_t link_tag, const pd_request_key *key,
                            uint32_t again);
-/* By the next link to that receiver, which may be up already. Too many: the oldest is forgotten,
- * which is logged. */
+/* By the next link to that receiver, which may be up already. Too many: one is forgotten, which is
+ * logged; its receiver keeps its blocks until one of the two has ended. */
 void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
 /* The link that wrote could not be closed: what it has may land for ever, and no word of any link
  * can be the last. Room as for what is owed. */
 void pd_last_words_never(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
 /* What is owed to those whose link is up. At each tick. */
 void pd_last_words_retry(pd_last_words *words);
+/* That receiver has ended: nothing is owed to it. */
+void pd_last_words_dead(pd_last_words *words, uint64_t receiver);
 /* This link has come up. */
 void pd_last_words_pay(pd_last_words *words, const pd_link *link);
 /* One to that receiver waits for its link. */

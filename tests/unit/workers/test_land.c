@@ -223,6 +223,30 @@ static void a_silent_sender_is_late(void **state)
     end(&b);
 }
 
+/* Those that wrote last are remembered, not those that came first; and a landing knows of its own
+ * blocks whoever else writes. */
+static void among_many_senders_none_that_writes_is_silent(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, 3);
+    pd_land_await(&b.landing, PD_NS_PER_S, b.now_ns);
+    for (uint64_t turn = 0; turn < 8; turn++) {
+        pd_land_heard(&b.lander, SENDER, b.now_ns);
+        for (uint64_t i = 0; i < PD_LAND_SENDERS_MAX - 1; i++)
+            pd_land_heard(&b.lander, 1000 * (turn + 1) + i, b.now_ns + i + 1);
+        assert_int_equal(after(&b, 400), PD_LAND_PART);
+        pd_land_heard(&b.lander, SENDER, b.now_ns);
+    }
+    assert_int_equal(arrive(&b, 0, 0), PD_LAND_PART);
+    for (uint64_t i = 0; i < 2 * PD_LAND_SENDERS_MAX; i++)
+        pd_land_heard(&b.lander, 100000 + i, b.now_ns + i + 1);
+    assert_int_equal(after(&b, 600), PD_LAND_PART); /* its own block was there 600 ms ago */
+    assert_int_equal(after(&b, 600), PD_LAND_LATE);
+    end(&b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -234,6 +258,7 @@ int main(void)
         cmocka_unit_test(another_ones_word_is_nothing_here),
         cmocka_unit_test(it_waits_while_its_sender_writes_to_others),
         cmocka_unit_test(a_silent_sender_is_late),
+        cmocka_unit_test(among_many_senders_none_that_writes_is_silent),
     };
 
     pd_log_init("test-land", PD_LOG_ERROR);

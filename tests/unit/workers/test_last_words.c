@@ -207,6 +207,42 @@ static void the_latest_ends_are_remembered(void **state)
     teardown(b);
 }
 
+/* What was forgotten may land still: no word for all of its router's is said, and nobody is told
+ * that nothing lands. Of receivers that have ended nothing is kept. */
+static void what_was_forgotten_is_not_taken_for_ended(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key never = key_of(1), whole = {.router = ROUTER, .epoch = 1}, other = key_of(7);
+
+    pd_last_words_never(&b->words, RECEIVER, &never);
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX - 1; i++) {
+        pd_request_key key = key_of(100 + i);
+        pd_last_words_owe(&b->words, 5000, &key);
+    }
+    assert_false(pd_last_words_owes(&b->words, &other));
+    pd_last_words_dead(&b->words, 5000);
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX - 1; i++) {
+        pd_request_key key = key_of(1000 + i);
+        pd_last_words_owe(&b->words, 6000, &key);
+    }
+    assert_false(pd_last_words_owes(&b->words, &other)); /* there was room for all */
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        pd_request_key key = key_of(2000 + i);
+        pd_last_words_owe(&b->words, 6000, &key);
+    }
+    assert_true(pd_last_words_owes(&b->words, &never) && pd_last_words_owes(&b->words, &other));
+    const pd_link *link = link_up(b, RECEIVER);
+    pd_last_words_abort(&b->words, link, &whole);
+    assert_int_equal(b->said, 0);
+    pd_last_words_dead(&b->words, 6000);
+    pd_last_words_dead(&b->words, RECEIVER);
+    assert_false(pd_last_words_owes(&b->words, &never));
+    pd_last_words_abort(&b->words, link, &whole);
+    assert_int_equal(b->said, 1);
+    teardown(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -216,6 +252,7 @@ int main(void)
         cmocka_unit_test(no_word_is_forgotten_while_there_is_a_place),
         cmocka_unit_test(what_an_open_link_may_write_for_ever_has_no_last_word),
         cmocka_unit_test(the_latest_ends_are_remembered),
+        cmocka_unit_test(what_was_forgotten_is_not_taken_for_ended),
     };
 
     pd_log_init("test-last-words", PD_LOG_ERROR);
