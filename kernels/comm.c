@@ -230,6 +230,18 @@ static void wait_for_change(kern_comm *comm, unsigned generation)
     atomic_fetch_sub(&s->sleepers, 1);
 }
 
+/* Then the barrier is over, whatever one of them has done since. */
+static bool all_came(const kern_comm *comm, unsigned generation)
+{
+    for (uint32_t rank = 0; rank < comm->ranks; rank++) {
+        unsigned at =
+            atomic_load_explicit(&comm->shared->at[rank].generation, memory_order_acquire);
+        if ((int)(at - (generation + 1)) < 0)
+            return false;
+    }
+    return true;
+}
+
 bool kern_comm_barrier(kern_comm *comm)
 {
     shared *s = comm->shared;
@@ -237,17 +249,17 @@ bool kern_comm_barrier(kern_comm *comm)
 
     if (atomic_load(&s->ended) != 0)
         return false;
-    atomic_store_explicit(&s->at[comm->rank].generation, generation + 1, memory_order_relaxed);
+    atomic_store_explicit(&s->at[comm->rank].generation, generation + 1, memory_order_release);
     if (atomic_fetch_add(&s->arrived, 1) + 1 < comm->ranks) {
         wait_for_change(comm, generation);
-        return atomic_load(&s->ended) == 0;
+        return atomic_load(&s->ended) == 0 || all_came(comm, generation);
     }
     atomic_store_explicit(&s->arrived, 0, memory_order_relaxed);
     /* Sequentially consistent against the sleeper's "count me, then look": one of us sees. */
     atomic_fetch_add(&s->generation, 1);
     if (atomic_load(&s->sleepers) != 0)
         wake_all(s);
-    return atomic_load(&s->ended) == 0;
+    return true;
 }
 
 const kern_comm_calls kern_comm_calls_here = {.take = kern_comm_take,

@@ -58,7 +58,8 @@ void kern_comm_begin(kern_comm *comm);
 /* Why no barrier succeeds any more, where a rank stood still; else NULL. Rank 0, any thread; until
  * the comm's end. */
 const char *kern_comm_why(const kern_comm *comm);
-/* True: all ranks are here. False, from then on: a rank is gone, or kern_comm_end was called. */
+/* True: all ranks were here, whatever one of them has done since. False, from then on: a rank is
+ * gone, or kern_comm_end was called, before that. */
 bool kern_comm_barrier(kern_comm *comm);
 /* No barrier succeeds any more, at any rank: those that wait return. Any thread. */
 void kern_comm_end(kern_comm *comm);
