@@ -20,7 +20,7 @@ enum { JOBS_MAX = 64, FAILURES_SHOWN = 50 };
 
 static const char usage[] =
     "usage: simulate [--seed N] [--runs N] [--jobs N] [--twice] [--each] [--faults LIST]\n"
-    "                [--whole] [--fail-fast] [--log LEVEL]\n"
+    "                [--links KIND] [--whole] [--fail-fast] [--log LEVEL]\n"
     "Runs simulated clusters of seeds N, N+1, ... and checks that every request ends once, with\n"
     "the right tokens or a clear error, and that every KV block comes back.\n"
     "  --seed N       the first seed (default 1)\n"
@@ -31,6 +31,8 @@ static const char usage[] =
     "  --faults LIST  all (default: a standard run), none, or some of crash, freeze, pool, cut,\n"
     "                 partition, router-crash, router-freeze, router-leave, hang-up, slow,\n"
     "                 corrupt, short, poison, lose, duplicate, reorder, slow-link\n"
+    "  --links KIND   of data links: seed (default), memory (what is sent has landed) or messages\n"
+    "                 (it is in a socket, as over tcp)\n"
     "  --whole        fail when something that must happen has not happened in any run\n"
     "  --fail-fast    stop at the first seed that fails\n"
     "  --log LEVEL    the log of the deciding parts on stderr: error, warn, info, debug, trace;\n"
@@ -41,6 +43,8 @@ typedef struct sim_options {
     uint64_t seed, runs, jobs;
     uint32_t allowed;
     const char *faults_text;
+    const char *links_text; /* NULL: by seed */
+    sim_links links;
     bool twice, each, whole, fail_fast, quiet;
     pd_log_level level;
 } sim_options;
@@ -93,6 +97,15 @@ static bool read_faults(const char *text, uint32_t *allowed)
     return true;
 }
 
+static bool read_links(const char *text, sim_options *o)
+{
+    bool memory = strcmp(text, "memory") == 0, messages = strcmp(text, "messages") == 0;
+
+    o->links = memory ? SIM_LINKS_MEMORY : SIM_LINKS_MESSAGES;
+    o->links_text = memory || messages ? text : NULL;
+    return memory || messages || strcmp(text, "seed") == 0;
+}
+
 static void add(sim_job *job, const sim_result *result)
 {
     job->finished += result->finished;
@@ -121,8 +134,9 @@ static bool print_failure(sim_shared *shared, const sim_options *options, uint64
         atomic_store(&shared->stop, true);
     if (atomic_fetch_add(&shared->shown, 1) < FAILURES_SHOWN)
         printf("seed %" PRIu64 ": FAILED: %s\nto repeat it: simulate --seed %" PRIu64
-               " --faults %s --log debug\n",
-               seed, why, seed, options->faults_text);
+               " --faults %s --links %s --log debug\n",
+               seed, why, seed, options->faults_text,
+               options->links_text == NULL ? "seed" : options->links_text);
     fflush(stdout);
     return false;
 }
@@ -135,6 +149,8 @@ static bool run_seed(sim_shared *shared, const sim_options *options, uint64_t se
     char text[600];
 
     sim_plan_draw(seed, options->allowed, &plan);
+    if (options->links_text != NULL)
+        plan.links = options->links;
     if (options->each) {
         sim_plan_describe(&plan, text, sizeof(text));
         printf("seed %" PRIu64 ": %s\n", seed, text);
@@ -226,17 +242,13 @@ static bool run_jobs(sim_shared *shared, const sim_options *options)
 
 static bool parse(int argc, char **argv, sim_options *o)
 {
-    static const struct option names[] = {{"seed", required_argument, NULL, 's'},
-                                          {"runs", required_argument, NULL, 'n'},
-                                          {"jobs", required_argument, NULL, 'j'},
-                                          {"twice", no_argument, NULL, 't'},
-                                          {"each", no_argument, NULL, 'e'},
-                                          {"whole", no_argument, NULL, 'w'},
-                                          {"fail-fast", no_argument, NULL, 'x'},
-                                          {"faults", required_argument, NULL, 'f'},
-                                          {"log", required_argument, NULL, 'l'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {0}};
+    static const struct option names[] = {
+        {"seed", required_argument, NULL, 's'},  {"runs", required_argument, NULL, 'n'},
+        {"jobs", required_argument, NULL, 'j'},  {"twice", no_argument, NULL, 't'},
+        {"each", no_argument, NULL, 'e'},        {"whole", no_argument, NULL, 'w'},
+        {"fail-fast", no_argument, NULL, 'x'},   {"faults", required_argument, NULL, 'f'},
+        {"links", required_argument, NULL, 'k'}, {"log", required_argument, NULL, 'l'},
+        {"help", no_argument, NULL, 'h'},        {0}};
     bool good = true;
 
     for (int option; (option = getopt_long(argc, argv, "h", names, NULL)) != -1;) {
@@ -254,6 +266,7 @@ static bool parse(int argc, char **argv, sim_options *o)
             o->faults_text = optarg;
             good = good && read_faults(optarg, &o->allowed);
             break;
+        case 'k': good = good && read_links(optarg, o); break;
         case 'l':
             o->quiet = false;
             good = good && pd_log_level_parse(optarg, &o->level) == PD_OK;

@@ -56,6 +56,9 @@ void sim_coverage_add(sim_coverage *sum, const sim_coverage *run)
     sum->no_budget += run->no_budget;
     sum->refetches += run->refetches;
     sum->seal_failures += run->seal_failures;
+    sum->messages_sent += run->messages_sent;
+    sum->messages_left += run->messages_left;
+    sum->messages_old += run->messages_old;
     if (run->attempts_max > sum->attempts_max)
         sum->attempts_max = run->attempts_max;
 }
@@ -117,10 +120,13 @@ void sim_coverage_print(const sim_coverage *coverage, FILE *out)
             "; resumed %" PRIu64 " moves %" PRIu64 " (failed %" PRIu64 ") gave way %" PRIu64
             " pulls %" PRIu64 " (failed %" PRIu64 ") suspects %" PRIu64 " (innocent %" PRIu64
             ") no budget %" PRIu64 " fetched again %" PRIu64 " (wrong again %" PRIu64 ")"
-            "; attempts of one request: at most %" PRIu64 "\n",
+            "; sent as messages %" PRIu64 " (landed after their link's end %" PRIu64
+            ", dropped behind a newer one's %" PRIu64 "); attempts of one request: at most %" PRIu64
+            "\n",
             coverage->resumed, coverage->moves, coverage->moves_failed, coverage->gave_way,
             coverage->pulls, coverage->pulls_failed, coverage->suspects, coverage->innocents,
             coverage->no_budget, coverage->refetches, coverage->seal_failures,
+            coverage->messages_sent, coverage->messages_left, coverage->messages_old,
             coverage->attempts_max);
 }
 
@@ -147,6 +153,11 @@ uint32_t sim_coverage_holes(const sim_coverage *coverage, FILE *out)
         if (coverage->audit_states[i] != 0)
             continue;
         fprintf(out, "never happened: an audit that finds %s\n", audit_names[i]);
+        holes++;
+    }
+    if (coverage->messages_left == 0 || coverage->messages_old == 0) {
+        fprintf(out, "never happened: a message that comes after its link's end, and is %s\n",
+                coverage->messages_left == 0 ? "taken" : "dropped");
         holes++;
     }
     return holes;

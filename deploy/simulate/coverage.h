@@ -49,6 +49,9 @@ typedef struct sim_coverage {
     uint64_t innocents; /* of the suspects: blamed for two deaths that another one caused */
     uint64_t refetches, seal_failures;
     uint64_t attempts_max; /* of one request */
+    /* On links of messages: parcels that left, that landed after their link's or sender's end, and
+     * that were dropped because a newer link's had come. */
+    uint64_t messages_sent, messages_left, messages_old;
 } sim_coverage;
 
 void sim_coverage_add(sim_coverage *sum, const sim_coverage *run);

@@ -92,6 +92,9 @@ void sim_plan_draw(uint64_t seed, uint32_t allowed, sim_plan *plan_out)
     pd_status status = pd_kv_layout_make(&shape, &options, &plan.layout);
     pd_assert(status == PD_OK);
     draw_slow_links(&random, &plan);
+    plan.links = (sim_links)AMONG(&random, SIM_LINKS_MEMORY, SIM_LINKS_MIXED, SIM_LINKS_MIXED,
+                                  SIM_LINKS_MESSAGES, SIM_LINKS_MESSAGES);
+    plan.socket_bytes = AMONG(&random, 8, 64, 512) << 10;
     *plan_out = plan;
 }
 
@@ -109,6 +112,10 @@ void sim_plan_describe(const sim_plan *plan, char *text, size_t size)
         plan->seals ? "on" : "off", plan->requests, plan->gap_ms, plan->late * 100,
         plan->lose * 100, plan->duplicate * 100, plan->reorder * 100, plan->faults,
         (double)plan->tokens_late_ns / PD_NS_PER_MS, (double)plan->total_ns / PD_NS_PER_S);
+    if (plan->links != SIM_LINKS_MEMORY && used > 0 && (size_t)used < size)
+        used += snprintf(text + used, size - (size_t)used, ", messages%s by sockets of %llu KiB",
+                         plan->links == SIM_LINKS_MIXED ? " between hosts" : "",
+                         (unsigned long long)plan->socket_bytes >> 10);
     if (plan->slow_factor > 0 && used > 0 && (size_t)used < size)
         snprintf(text + used, size - (size_t)used,
                  ", links%s %u times as slow from %.1f s for %.1f s",

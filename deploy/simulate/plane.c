@@ -3,53 +3,18 @@
 #include "common/base/clock.h"
 #include "common/base/mem.h"
 #include "common/wire/notice.h"
+#include "deploy/simulate/parcel.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#define PIECE_BLOCKS_MAX 64
-#define PIECE_SEALS_MAX  64
-#define NOTICE_BYTES     1024
-#define WIRE_DELAY_NS    20000ull  /* from landed to noticed */
-#define JITTER_NS        100000ull /* notices may overtake each other by so much */
-#define NO_SHIPMENT      UINT32_MAX
 /* What a fast link takes for a byte of a prompt that is shipped, its fixed cost spread over it: of
  * this a slow link is a multiple. */
 #define USUAL_BYTE_MS 1.2e-5
+/* One message in so many waits for a lost packet to be sent again, and all behind it. */
+#define LOSES_PACKET  100
+#define RESEND_NS     (400 * PD_NS_PER_MS)
 #define SLOW_PIECE_MS 25.0 /* as common/worker/ship.c: half of its credit, a block at least */
-
-/* Puts of some blocks, and the notice behind them. */
-typedef struct sim_parcel {
-    uint32_t sender, target; /* workers */
-    uint64_t sender_incarnation, target_incarnation;
-    pd_peer peer;
-    uint64_t generation; /* of the link */
-    uint32_t shipment;   /* of the sender; NO_SHIPMENT: none */
-    uint64_t ticket;
-    pd_request_key key;
-    uint32_t group, groups, first, count;
-    pd_block sources[PIECE_BLOCKS_MAX], targets[PIECE_BLOCKS_MAX];
-    uint64_t bytes, posted_ns;
-    bool orphan;    /* its sender is dead: content, or nothing, is behind this struct */
-    bool in_socket; /* an orphan that lands all the same */
-    size_t notice_len;
-    unsigned char notice[NOTICE_BYTES];
-} sim_parcel;
-
-static void schedule_transfer(sim_worker *worker, uint64_t at_ns, const pd_transfer_event *event)
-{
-    size_t len = offsetof(pd_transfer_event, notice) + event->notice_len;
-    void *bytes = sim_copy(worker->world, event, len);
-
-    if (bytes == NULL)
-        return;
-    sim_schedule(worker->world, at_ns,
-                 (sim_event){.kind = SIM_TRANSFER,
-                             .subject = worker->index,
-                             .incarnation = worker->incarnation,
-                             .bytes = bytes,
-                             .bytes_len = len});
-}
 
 static bool fenced(const sim_worker *worker, uint64_t incarnation)
 {
@@ -72,14 +37,14 @@ static void end_shipment(sim_worker *worker, sim_shipment *shipment)
 {
     sim_world *world = worker->world;
 
-    schedule_transfer(worker, world->now_ns + WIRE_DELAY_NS,
-                      &(pd_transfer_event){.kind = PD_TRANSFER_SENT,
-                                           .status = shipment->status,
-                                           .peer = shipment->asked.peer,
-                                           .tag = worker->links[shipment->asked.peer].tag,
-                                           .ticket = shipment->asked.ticket,
-                                           .bytes = shipment->bytes,
-                                           .wire_ns = shipment->wire_ns});
+    sim_parcel_tell(worker, world->now_ns + WIRE_DELAY_NS,
+                    &(pd_transfer_event){.kind = PD_TRANSFER_SENT,
+                                         .status = shipment->status,
+                                         .peer = shipment->asked.peer,
+                                         .tag = worker->links[shipment->asked.peer].tag,
+                                         .ticket = shipment->asked.ticket,
+                                         .bytes = shipment->bytes,
+                                         .wire_ns = shipment->wire_ns});
     pd_free(shipment->memory);
     *shipment = (sim_shipment){0};
 }
@@ -122,6 +87,12 @@ static double slow_byte_ms(const sim_worker *worker, const sim_link *link)
     return plan->slow_factor * USUAL_BYTE_MS;
 }
 
+static bool loses_packet(sim_world *world)
+{
+    return (world->plan.allowed >> SIM_FAULT_SLOW_LINK & 1) != 0 && !world->quiet &&
+           sim_random(world, LOSES_PACKET) == 0;
+}
+
 /* Posts a parcel behind all that was posted to that peer before. */
 static pd_status post(sim_worker *worker, sim_parcel *parcel, const pd_notice *notice)
 {
@@ -140,18 +111,28 @@ static pd_status post(sim_worker *worker, sim_parcel *parcel, const pd_notice *n
     parcel->target_incarnation = link->target_incarnation;
     parcel->generation = link->generation;
     parcel->posted_ns = world->now_ns;
-    sim_parcel *copy = sim_copy(world, parcel, sizeof(*parcel));
+    parcel->message = link->messages;
+    parcel->number = link->posted;
+    size_t size = sizeof(*parcel);
+    sim_parcel *copy = sim_copy(world, parcel, size);
+    if (copy != NULL && parcel->message)
+        copy = sim_parcel_fill(worker, copy, &size);
     if (copy == NULL)
         return PD_E_NOMEM;
+    link->posted++;
+    if (parcel->message)
+        link->socket_bytes += parcel->bytes + parcel->notice_len;
     double slow_ms = (double)parcel->bytes * slow_byte_ms(worker, link);
     double ms = pd_cost_ship_ms(&world->cost, parcel->bytes) + 0.02 + slow_ms;
     world->coverage.faults[SIM_FAULT_SLOW_LINK] += slow_ms > 0;
     uint64_t wire_ns = (uint64_t)(ms * PD_NS_PER_MS) + sim_random(world, 50000);
+    if (parcel->message && loses_packet(world))
+        wire_ns += sim_random(world, RESEND_NS);
     if (link->free_at_ns < world->now_ns)
         link->free_at_ns = world->now_ns;
     link->free_at_ns += wire_ns;
     sim_schedule(world, link->free_at_ns,
-                 (sim_event){.kind = SIM_LANDED, .bytes = copy, .bytes_len = sizeof(*copy)});
+                 (sim_event){.kind = SIM_LANDED, .bytes = copy, .bytes_len = size});
     return PD_OK;
 }
 
@@ -201,6 +182,23 @@ static bool must_wait(const sim_worker *worker, const sim_shipment *word)
     return false;
 }
 
+/* A piece of it is on the wire, or in the socket: that is all that its sender hears of it. */
+static void posted(sim_worker *worker, sim_shipment *shipment, const sim_parcel *parcel)
+{
+    sim_link *link = &worker->links[parcel->peer];
+
+    if (!link->messages) {
+        link->busy = true;
+        shipment->pieces++;
+        return;
+    }
+    worker->world->coverage.messages_sent++;
+    shipment->bytes += parcel->bytes;
+    shipment->wire_ns += WIRE_DELAY_NS;
+    if (all_posted(shipment))
+        end_shipment(worker, shipment);
+}
+
 static void post_word(sim_worker *worker, sim_shipment *shipment)
 {
     sim_parcel parcel = {.peer = shipment->asked.peer,
@@ -211,9 +209,8 @@ static void post_word(sim_worker *worker, sim_shipment *shipment)
         drop_shipment(worker, shipment, status);
         return;
     }
-    worker->links[shipment->asked.peer].busy = true;
-    shipment->pieces++;
     shipment->group = shipment->asked.groups;
+    posted(worker, shipment, &parcel);
 }
 
 /* Blocks of a layer group that may go at once: on a slow link as much as keeps others from waiting
@@ -262,23 +259,19 @@ static void post_piece(sim_worker *worker, sim_shipment *shipment)
         drop_shipment(worker, shipment, status);
         return;
     }
-    worker->links[asked->peer].busy = true;
-    shipment->pieces++;
     shipment->done += count;
     if (last) {
         shipment->done = 0;
         shipment->group += parcel.groups;
     }
+    posted(worker, shipment, &parcel);
 }
 
-/* One piece of a link's shipments is on the wire at a time; who waited longest is next. */
-static void pump(sim_worker *worker, pd_peer peer)
+/* Whose turn it is; NULL: nobody waits for that link. Who waited longest is next. */
+static sim_shipment *next_to_post(sim_worker *worker, pd_peer peer)
 {
-    sim_link *link = &worker->links[peer];
     sim_shipment *next = NULL;
 
-    if (link->busy || !link->up)
-        return;
     for (uint32_t i = 0; i < SIM_SHIPMENTS_MAX; i++) {
         sim_shipment *shipment = &worker->shipments[i];
         if (!shipment->used || shipment->asked.peer != peer || all_posted(shipment))
@@ -288,13 +281,25 @@ static void pump(sim_worker *worker, pd_peer peer)
         if (next == NULL || shipment->served < next->served)
             next = shipment;
     }
-    if (next == NULL)
-        return;
-    next->served = ++link->turns;
-    if (next->asked.count == 0)
-        post_word(worker, next);
-    else
-        post_piece(worker, next);
+    return next;
+}
+
+/* One piece of a link's shipments is on the wire at a time, or as many as its socket takes. */
+static void pump(sim_worker *worker, pd_peer peer)
+{
+    sim_link *link = &worker->links[peer];
+    uint64_t room = worker->world->plan.socket_bytes;
+
+    while (link->up && !link->busy && (!link->messages || link->socket_bytes < room)) {
+        sim_shipment *next = next_to_post(worker, peer);
+        if (next == NULL)
+            return;
+        next->served = ++link->turns;
+        if (next->asked.count == 0)
+            post_word(worker, next);
+        else
+            post_piece(worker, next);
+    }
 }
 
 static sim_shipment *take_shipment(sim_worker *worker, pd_peer peer)
@@ -369,6 +374,14 @@ static void on_unship(void *ctx, uint64_t ticket)
 
 /* ---- links ---- */
 
+static bool by_messages(const sim_worker *worker, uint32_t target)
+{
+    const sim_world *world = worker->world;
+
+    return world->plan.links == SIM_LINKS_MESSAGES ||
+           (world->plan.links == SIM_LINKS_MIXED && world->workers[target].host != worker->host);
+}
+
 static pd_status on_connect(void *ctx, const void *address, size_t bytes, uint64_t tag,
                             pd_peer *peer_out)
 {
@@ -381,8 +394,10 @@ static pd_status on_connect(void *ctx, const void *address, size_t bytes, uint64
     if (bytes != sizeof(target))
         return PD_E_INVALID;
     memcpy(&target, address, sizeof(target));
-    /* A newer link's words come after what an older one may still carry. */
-    for (pd_peer i = 0; i < SIM_LINKS_MAX; i++)
+    bool messages = by_messages(worker, (uint32_t)target.worker);
+    /* A newer link's words come after what an older one may still carry; over messages they end it.
+     */
+    for (pd_peer i = 0; !messages && i < SIM_LINKS_MAX; i++)
         if (worker->links[i].target == target.worker && worker->links[i].free_at_ns > free_at_ns)
             free_at_ns = worker->links[i].free_at_ns;
     while (peer < SIM_LINKS_MAX && worker->links[peer].used)
@@ -393,11 +408,12 @@ static pd_status on_connect(void *ctx, const void *address, size_t bytes, uint64
                                      .target = (uint32_t)target.worker,
                                      .target_incarnation = target.incarnation,
                                      .tag = tag,
+                                     .messages = messages,
                                      .free_at_ns = free_at_ns,
                                      .generation = ++worker->link_generation};
     pd_transfer_event event = {.kind = PD_TRANSFER_CONNECTED, .peer = peer, .tag = tag};
     snprintf(event.lane, sizeof(event.lane), "simulated");
-    schedule_transfer(worker, world->now_ns + 200000 + sim_random(world, 2 * PD_NS_PER_MS), &event);
+    sim_parcel_tell(worker, world->now_ns + 200000 + sim_random(world, 2 * PD_NS_PER_MS), &event);
     *peer_out = peer;
     return PD_OK;
 }
@@ -412,11 +428,14 @@ static void on_close(void *ctx, pd_peer peer)
         return;
     }
     sim_link *link = &worker->links[peer];
+    sim_parcel_cut(worker, peer);
     link->up = false;
     link->told_down = true;
     drop_shipments(worker, peer, PD_E_CANCELLED);
-    uint64_t at_ns = link->free_at_ns > world->now_ns ? link->free_at_ns : world->now_ns;
-    schedule_transfer(
+    uint64_t at_ns = world->now_ns; /* what its socket holds does not hold it up */
+    if (!link->messages && link->free_at_ns > at_ns)
+        at_ns = link->free_at_ns;
+    sim_parcel_tell(
         worker, at_ns + 100000,
         &(pd_transfer_event){.kind = PD_TRANSFER_CLOSED, .peer = peer, .tag = link->tag});
 }
@@ -450,13 +469,14 @@ static void tell_down(sim_worker *sender, pd_peer peer)
 {
     sim_link *link = &sender->links[peer];
 
+    sim_parcel_cut(sender, peer);
     link->up = false;
     if (link->told_down)
         return;
     link->told_down = true;
     drop_shipments(sender, peer, PD_E_PEER);
     uint64_t delay_ns = PD_NS_PER_MS + sim_random(sender->world, 50 * PD_NS_PER_MS);
-    schedule_transfer(
+    sim_parcel_tell(
         sender, sender->world->now_ns + delay_ns,
         &(pd_transfer_event){
             .kind = PD_TRANSFER_PEER_DOWN, .status = PD_E_PEER, .peer = peer, .tag = link->tag});
@@ -480,33 +500,6 @@ bool sim_plane_cut(sim_world *world)
 
 /* ---- the dead ---- */
 
-/* Its bytes may lie in a socket: half of what was on the wire lands without it. */
-static void orphan(sim_worker *worker, sim_event *event)
-{
-    sim_parcel *parcel = event->bytes;
-    size_t tokens = worker->kv.block_tokens;
-    size_t content = (size_t)parcel->groups * parcel->count * tokens * sizeof(uint64_t);
-
-    parcel->orphan = true;
-    parcel->in_socket = sim_chance(worker->world, 0.5);
-    if (!parcel->in_socket)
-        return;
-    parcel = pd_realloc(event->bytes, sizeof(*parcel) + content);
-    if (parcel == NULL) {
-        worker->world->status = PD_E_NOMEM;
-        return;
-    }
-    event->bytes = parcel;
-    event->bytes_len = sizeof(*parcel) + content;
-    unsigned char *at = (unsigned char *)(parcel + 1);
-    for (uint32_t g = 0; g < parcel->groups; g++)
-        for (uint32_t i = 0; i < parcel->count; i++) {
-            memcpy(at, sim_kv_block(&worker->kv, parcel->group + g, parcel->sources[i]),
-                   tokens * sizeof(uint64_t));
-            at += tokens * sizeof(uint64_t);
-        }
-}
-
 static bool watches(const sim_worker *worker, uint64_t incarnation)
 {
     for (uint32_t i = 0; i < SIM_FENCES_MAX; i++)
@@ -528,12 +521,8 @@ void sim_plane_crash(sim_worker *worker)
 {
     sim_world *world = worker->world;
 
-    for (size_t i = 0; i < world->events.count; i++) {
-        sim_event *event = &world->events.heap[i];
-        if (event->kind == SIM_LANDED &&
-            ((sim_parcel *)event->bytes)->sender_incarnation == worker->incarnation)
-            orphan(worker, event);
-    }
+    sim_parcel_cut(worker, SIM_LINKS_MAX);
+    sim_parcel_orphan(worker);
     for (uint32_t i = 0; i < world->workers_count; i++) {
         sim_worker *other = &world->workers[i];
         if (other == worker || other->core == NULL)
@@ -588,118 +577,12 @@ void sim_plane_fence(sim_worker *worker, uint64_t incarnation)
 
 /* ---- what lands ---- */
 
-typedef enum sim_damage {
-    DAMAGE_NONE,
-    DAMAGE_VALID_TOKENS, /* the notice counts other tokens */
-    DAMAGE_NO_NOTICE,
-    DAMAGE_TWO_NOTICES,
-    DAMAGE_BIT, /* from here on: seen by the seals alone */
-    DAMAGE_LEFT_OUT,
-    DAMAGE_OTHER_BLOCK,
-    DAMAGE_OLD_EPOCH,
-    DAMAGES,
-} sim_damage;
-
-static sim_damage draw_damage(sim_world *world, const sim_parcel *parcel)
-{
-    sim_worker *sender = &world->workers[parcel->sender];
-
-    if (parcel->count == 0 || world->quiet || !sender->corrupt)
-        return DAMAGE_NONE;
-    sender->corrupt = false;
-    return DAMAGE_NONE + 1 + sim_random(world, world->plan.seals ? DAMAGES - 1 : DAMAGE_BIT - 1);
-}
-
-/* The word of a parcel, changed; true when it still is one. */
-static void damage_notice(sim_world *world, sim_parcel *parcel, sim_damage damage)
-{
-    uint64_t seals[PD_NOTICE_SEALS_MAX];
-    unsigned char bytes[PD_TRANSFER_NOTICE_BYTES_MAX];
-    pd_notice notice;
-
-    pd_status status = pd_notice_unpack(parcel->notice, parcel->notice_len, seals, &notice);
-    pd_assert(status == PD_OK);
-    if (damage == DAMAGE_VALID_TOKENS)
-        notice.valid_tokens = 1 + notice.valid_tokens % world->plan.layout.block_tokens;
-    if (damage == DAMAGE_OLD_EPOCH) /* as if sealed for another attempt */
-        seals[0] = pd_mix64(seals[0]);
-    parcel->notice_len = pd_notice_pack(&notice, bytes);
-    memcpy(parcel->notice, bytes, parcel->notice_len);
-}
-
-static void write_blocks(sim_world *world, sim_worker *target, const sim_parcel *parcel,
-                         sim_damage damage)
-{
-    sim_worker *sender = &world->workers[parcel->sender];
-    size_t bytes = world->plan.layout.block_tokens * sizeof(uint64_t);
-    const unsigned char *content = (const unsigned char *)(parcel + 1);
-
-    for (uint32_t g = 0; g < parcel->groups; g++)
-        for (uint32_t i = 0; i < parcel->count; i++) {
-            if (parcel->targets[i] >= target->kv.blocks) {
-                sim_broken(world, "%s: puts into block %u of %s, which has %u", sender->name,
-                           parcel->targets[i], target->name, target->kv.blocks);
-                return;
-            }
-            pd_block source = parcel->sources[i];
-            uint64_t *to = sim_kv_block(&target->kv, parcel->group + g, parcel->targets[i]);
-            bool hit = g == 0 && i == 0;
-            if (hit && damage == DAMAGE_LEFT_OUT)
-                continue;
-            if (hit && damage == DAMAGE_OTHER_BLOCK && !parcel->orphan)
-                source = (source + 1) % sender->kv.blocks;
-            memcpy(to,
-                   parcel->orphan
-                       ? (const void *)(content + ((size_t)g * parcel->count + i) * bytes)
-                       : sim_kv_block(&sender->kv, parcel->group + g, source),
-                   bytes);
-            if (hit && damage == DAMAGE_BIT)
-                to[0] ^= 1ull << sim_random(world, 64);
-        }
-}
-
-static void deliver_notice(sim_world *world, sim_worker *target, const sim_parcel *parcel)
-{
-    pd_transfer_event event;
-
-    memset(&event, 0, offsetof(pd_transfer_event, notice));
-    event.kind = PD_TRANSFER_NOTICE;
-    event.notice_len = parcel->notice_len;
-    memcpy(event.notice, parcel->notice, parcel->notice_len);
-    schedule_transfer(target, world->now_ns + WIRE_DELAY_NS + sim_random(world, JITTER_NS), &event);
-}
-
-static void land(sim_world *world, sim_worker *target, sim_parcel *parcel, bool noticed)
-{
-    sim_damage damage = noticed ? draw_damage(world, parcel) : DAMAGE_NONE;
-
-    write_blocks(world, target, parcel, damage);
-    if (!noticed || damage == DAMAGE_NO_NOTICE)
-        return;
-    if (damage == DAMAGE_VALID_TOKENS || damage == DAMAGE_OLD_EPOCH)
-        damage_notice(world, parcel, damage);
-    deliver_notice(world, target, parcel);
-    if (damage == DAMAGE_TWO_NOTICES)
-        deliver_notice(world, target, parcel);
-}
-
 /* The sender lives and hears how it went. */
 static void tell_sent(sim_world *world, sim_worker *sender, const sim_parcel *parcel,
                       pd_status status)
 {
     sim_link *link = &sender->links[parcel->peer];
 
-    if (parcel->shipment == NO_SHIPMENT) {
-        schedule_transfer(sender, world->now_ns + WIRE_DELAY_NS,
-                          &(pd_transfer_event){.kind = PD_TRANSFER_SENT,
-                                               .status = status,
-                                               .peer = parcel->peer,
-                                               .tag = link->tag,
-                                               .ticket = parcel->ticket,
-                                               .bytes = status == PD_OK ? parcel->bytes : 0,
-                                               .wire_ns = world->now_ns - parcel->posted_ns});
-        return;
-    }
     sim_shipment *shipment = &sender->shipments[parcel->shipment];
     pd_assert(shipment->used && shipment->pieces > 0);
     shipment->pieces--;
@@ -714,6 +597,42 @@ static void tell_sent(sim_world *world, sim_worker *sender, const sim_parcel *pa
     pump(sender, parcel->peer);
 }
 
+/* A message is at its receiver, wherever its sender is by now. */
+static void on_message(sim_world *world, sim_parcel *parcel, bool there, bool open)
+{
+    sim_worker *sender = &world->workers[parcel->sender];
+    sim_worker *target = &world->workers[parcel->target];
+    sim_link *link = &sender->links[parcel->peer];
+    bool linked = sender->core != NULL && sender->incarnation == parcel->sender_incarnation &&
+                  link->used && link->generation == parcel->generation;
+
+    if (open && !parcel->lost) {
+        if (sim_parcel_is_old(target, parcel)) {
+            world->coverage.messages_old++;
+        } else {
+            world->coverage.messages_left += !linked || !link->up;
+            sim_parcel_land(world, target, parcel, !parcel->torn);
+        }
+    }
+    if (!linked)
+        return;
+    link->landed++;
+    link->socket_bytes -= parcel->bytes + parcel->notice_len;
+    if (link->up && !there)
+        tell_down(sender, parcel->peer);
+    else
+        pump(sender, parcel->peer);
+}
+
+uint64_t sim_plane_waits_until(const sim_world *world, const sim_event *landed)
+{
+    const sim_parcel *parcel = landed->bytes;
+    const sim_worker *target = &world->workers[parcel->target];
+    bool there = target->core != NULL && target->incarnation == parcel->target_incarnation;
+
+    return parcel->message && there ? target->frozen_until_ns : 0;
+}
+
 void sim_plane_on_landed(sim_world *world, const sim_event *event)
 {
     sim_parcel *parcel = event->bytes;
@@ -722,9 +641,13 @@ void sim_plane_on_landed(sim_world *world, const sim_event *event)
     bool there = target->core != NULL && target->incarnation == parcel->target_incarnation;
     bool open = there && !fenced(target, parcel->sender_incarnation);
 
+    if (parcel->message) {
+        on_message(world, parcel, there, open);
+        return;
+    }
     if (parcel->orphan) {
-        if (open && parcel->in_socket)
-            land(world, target, parcel, sim_chance(world, 0.5));
+        if (open && !parcel->lost)
+            sim_parcel_land(world, target, parcel, sim_chance(world, 0.5));
         return;
     }
     sim_link *link = &sender->links[parcel->peer];
@@ -740,10 +663,11 @@ void sim_plane_on_landed(sim_world *world, const sim_event *event)
         tell_down(sender, parcel->peer);
     } else if (link->up) {
         if (open) /* what is fenced off is dropped without a word */
-            land(world, target, parcel, true);
+            sim_parcel_land(world, target, parcel, true);
         status = PD_OK;
     } else if (open && sim_chance(world, 0.5)) {
-        land(world, target, parcel, false); /* the link is down, and yet its bytes come */
+        sim_parcel_land(world, target, parcel,
+                        false); /* the link is down, and yet its bytes come */
     }
     tell_sent(world, sender, parcel, status);
 }

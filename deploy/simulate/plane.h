@@ -14,6 +14,9 @@ typedef struct sim_address {
 void sim_plane_fill_sink(pd_role_sink *sink);
 
 void sim_plane_on_transfer(sim_worker *worker, const pd_transfer_event *cut);
+/* A message waits in the socket of a receiver that stands still, whose transfer thread copies it;
+ * memory can be written meanwhile. 0: it does not wait. */
+uint64_t sim_plane_waits_until(const sim_world *world, const sim_event *landed);
 /* A parcel is there; its sender may have died since. */
 void sim_plane_on_landed(sim_world *world, const sim_event *event);
 

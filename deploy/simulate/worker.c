@@ -165,9 +165,10 @@ static void forget_process(sim_worker *worker)
 {
     memset(worker->links, 0, sizeof(worker->links));
     memset(worker->fences, 0, sizeof(worker->fences));
+    memset(worker->newest, 0, sizeof(worker->newest));
     memset(worker->watched, 0, sizeof(worker->watched));
     memset(worker->views, 0, sizeof(worker->views));
-    worker->fences_next = worker->watched_next = 0;
+    worker->fences_next = worker->watched_next = worker->newest_next = 0;
     worker->step = NULL;
     worker->frozen_until_ns = worker->ticked_ns = 0;
     worker->ticks = worker->killer = 0;

@@ -175,9 +175,11 @@ static bool put_off(sim_world *world, sim_event *event)
 {
     uint64_t frozen_until_ns;
 
-    if (event->kind > SIM_WORKER_LAST)
+    if (event->kind > SIM_WORKER_LAST && event->kind != SIM_LANDED)
         return false;
-    if (event->kind <= SIM_ROUTER_TICK) {
+    if (event->kind == SIM_LANDED) {
+        frozen_until_ns = sim_plane_waits_until(world, event);
+    } else if (event->kind <= SIM_ROUTER_TICK) {
         const sim_router *router = &world->routers[event->subject];
         bool lives = router->core != NULL &&
                      (event->incarnation == 0 || event->incarnation == router->incarnation);

@@ -27,6 +27,13 @@
 #define SIM_ANSWER_MAX    192
 #define SIM_GIVEN_MAX     32 /* processes that a request was given to, of late */
 
+/* How data links carry (docs/transfer.md). */
+typedef enum sim_links {
+    SIM_LINKS_MEMORY,   /* sent is landed: shared memory */
+    SIM_LINKS_MIXED,    /* by messages between hosts */
+    SIM_LINKS_MESSAGES, /* sent is in a socket, and lands later, in order: tcp */
+} sim_links;
+
 /* What a run is made of; all of it follows from the seed. */
 typedef struct sim_plan {
     uint64_t seed;
@@ -49,6 +56,8 @@ typedef struct sim_plan {
     uint32_t slow_factor;
     bool slow_between_hosts;
     uint64_t slow_from_ns, slow_for_ns;
+    sim_links links;
+    uint64_t socket_bytes; /* what one takes, and the last piece beyond */
 } sim_plan;
 
 typedef struct sim_world sim_world;
@@ -76,8 +85,11 @@ typedef struct sim_link {
     uint32_t target; /* worker */
     uint64_t target_incarnation;
     uint64_t tag, generation;
-    uint64_t free_at_ns; /* when what was posted so far has landed */
-    bool busy;           /* a piece of a shipment is on the wire */
+    uint64_t free_at_ns;     /* when what was posted so far has landed */
+    bool busy;               /* a piece of a shipment is on the wire */
+    bool messages;           /* it goes into a socket, and more while there is room */
+    uint64_t posted, landed; /* parcels */
+    uint64_t socket_bytes;   /* of those in between; messages alone */
     uint64_t turns;
 } sim_link;
 
@@ -107,6 +119,10 @@ typedef struct sim_worker {
     struct sim_check *checks[SIM_CHECKS_MAX]; /* under way */
     uint64_t fences[SIM_FENCES_MAX];          /* incarnations whose bytes land here no more */
     uint32_t fences_next;
+    struct {
+        uint64_t sender, generation;
+    } newest[SIM_FENCES_MAX]; /* the latest link by which each sent a message here */
+    uint32_t newest_next;
     uint64_t watched[SIM_FENCES_MAX]; /* peers on this host, told of their death */
     uint32_t watched_next;
     uint64_t ticked_ns; /* for pd_own_pause_ns */

@@ -9,6 +9,7 @@
 #include "common/worker/land.h"
 #include "deploy/simulate/command.h"
 #include "router/cluster.h"
+#include "router/request.h"
 #include "router/request_table.h"
 #include "router/retry.h"
 
@@ -33,6 +34,7 @@ typedef enum plant {
     PLANT_PROGRESS_UNHEARD,
     PLANT_LATE_IS_LOST,
     PLANT_ANY_SESSION,
+    PLANT_SENT_IS_LANDED,
     PLANTS,
 } plant;
 
@@ -54,6 +56,7 @@ static const char *const names[PLANTS] = {
     [PLANT_PROGRESS_UNHEARD] = "progress-unheard",
     [PLANT_LATE_IS_LOST] = "late-is-lost",
     [PLANT_ANY_SESSION] = "any-session",
+    [PLANT_SENT_IS_LANDED] = "sent-is-landed",
 };
 
 static plant planted;
@@ -184,6 +187,18 @@ WRAPPED(void, pd_prefix_cache_drop, pd_prefix_cache *cache, const pd_block *bloc
     if (planted == PLANT_BLOCKS_KEPT && count > 0 && ++calls % 16 == 0)
         count--;
     __real_pd_prefix_cache_drop(cache, blocks, count, claim);
+}
+
+/* A prefill worker's word that all is sent is taken for its last, though it goes by the control
+ * plane, and may overtake what a socket holds. */
+WRAPPED(void, router_requests_on_prefill_done, router_requests *t, uint32_t slot,
+        const pd_msg_prefill_done *done, uint64_t now_ns)
+{
+    pd_msg_prefill_done believed = *done;
+
+    if (planted == PLANT_SENT_IS_LANDED && done->status == PD_OK)
+        believed.may_land = false;
+    __real_router_requests_on_prefill_done(t, slot, &believed, now_ns);
 }
 
 WRAPPED(void, router_requests_on_tick, router_requests *t, uint64_t now_ns)

@@ -53,6 +53,16 @@ def test_one_kind_of_fault_alone(faults):
     assert out.splitlines()[-1] == f"{runs} passed, 0 failed, 0 skipped"
 
 
+@pytest.mark.parametrize("links", ["memory", "messages"])
+def test_one_kind_of_data_link_alone(links):
+    """What is sent has landed everywhere; or it is in a socket everywhere, and lands when its sender is long done with it."""
+    runs = max(RUNS // 10, 40)
+    status, out, err = simulate("--seed", FIRST, "--runs", runs, "--jobs", JOBS, "--links", links)
+    assert status == 0, f"seeds from {FIRST}, links {links}:\n{told(out)}\n{err[-1500:]}"
+    sent, left, old = map(int, re.search(r"sent as messages (\d+) \(landed after their link's end (\d+), dropped behind a newer one's (\d+)\)", out).groups())
+    assert (sent > 1000 and left > 0 and old > 0) if links == "messages" else sent + left + old == 0
+
+
 def test_the_same_seed_gives_the_same_journal():
     status, out, _ = simulate("--seed", FIRST, "--runs", 20, "--twice", "--each")
     assert status == 0, told(out)
@@ -98,6 +108,8 @@ PLANTS = [
     ("progress-unheard", "slow-link", 400),
     ("late-is-lost", "slow-link", 400),
     ("any-session", "slow-link,router-freeze,short", 8000),
+    ("sent-is-landed", "all", 2000),
+    ("sent-is-landed", "slow-link,hang-up,short", 200),
 ]
 
 
@@ -136,7 +148,7 @@ def test_seeds_that_found_something_before(faults, seed):
 
 
 def test_bad_arguments_are_refused():
-    for arguments in (["--seed", "x"], ["--runs", "0"], ["--jobs", "0"], ["--faults", "rain"], ["extra"], ["--no-such"]):
+    for arguments in (["--seed", "x"], ["--runs", "0"], ["--jobs", "0"], ["--faults", "rain"], ["--links", "rope"], ["extra"], ["--no-such"]):
         status, _, err = simulate(*arguments)
         assert status == 2 and "usage" in err, arguments
     for arguments in ([], ["--plant", "weeds"]):
