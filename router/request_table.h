@@ -237,8 +237,9 @@ bool router_request_absolved(const router_request *r);
 /* The prefill worker computes it: it has said so. What only waits there is no suspect, however
  * long; a word that died with the worker lets one off, once. */
 bool router_request_computes(const router_request *r);
-/* Cancels at the workers that have it. A prefill worker that was never asked, or has said its last
- * word, writes nothing more: the decode worker is told, since no abort will come to it. One that
+/* Cancels at the workers that have it. A prefill worker that was never asked, or has ended before
+ * it wrote, writes nothing: the decode worker is told, since no abort need come to it. What was
+ * written ends with an abort on the data plane (docs/lifecycle.md). A worker that
  * was lost may only stand still, and write on later: whether it is dead the decode worker finds
  * out. keep: the decode worker's full blocks stay as cache. */
 void router_request_cancel_at_workers(router_requests *t, const router_request *r, bool keep);

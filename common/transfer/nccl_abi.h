@@ -47,6 +47,30 @@ typedef struct pd_nccl_config { /* ncclConfig_v22800 */
     int nvlink_centric_sched;
 } pd_nccl_config;
 
+/* A communicator whose calls return at once, with NCCL's defaults for all else. */
+static inline pd_nccl_config pd_nccl_config_non_blocking(void)
+{
+    const int undefined = PD_NCCL_CONFIG_UNDEFINED;
+
+    return (pd_nccl_config){
+        .size = sizeof(pd_nccl_config),
+        .magic = PD_NCCL_CONFIG_MAGIC,
+        .version = PD_NCCL_CONFIG_VERSION,
+        .blocking = 0,
+        .cga_cluster_size = undefined,
+        .min_ctas = undefined,
+        .max_ctas = undefined,
+        .split_share = undefined,
+        .traffic_class = undefined,
+        .collnet_enable = undefined,
+        .cta_policy = undefined,
+        .shrink_share = undefined,
+        .nvls_ctas = undefined,
+        .channels_per_net_peer = undefined,
+        .nvlink_centric_sched = undefined,
+    };
+}
+
 /* Every call that is used; types as in nccl.h, enumerations as int. */
 #define PD_NCCL_CALLS(CALL)                                                                        \
     CALL(nccl, get_version, "ncclGetVersion", int, (int *version))                                 \

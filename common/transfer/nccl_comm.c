@@ -74,24 +74,8 @@ bool pd_nccl_comm_look(pd_carrier *carrier, const nccl_link *link, bool *done_ou
 
 bool pd_nccl_comm_make(pd_carrier *carrier, nccl_link *link, pd_nccl_id id, uint64_t epoch)
 {
-    const int undefined = PD_NCCL_CONFIG_UNDEFINED;
-    pd_nccl_config config = {
-        .size = sizeof config,
-        .magic = PD_NCCL_CONFIG_MAGIC,
-        .version = PD_NCCL_CONFIG_VERSION,
-        .blocking = 0,
-        .cga_cluster_size = undefined,
-        .min_ctas = undefined,
-        .max_ctas = undefined,
-        .split_share = undefined,
-        .traffic_class = undefined,
-        .collnet_enable = undefined,
-        .cta_policy = undefined,
-        .shrink_share = undefined,
-        .nvls_ctas = undefined,
-        .channels_per_net_peer = undefined,
-        .nvlink_centric_sched = undefined,
-    };
+    pd_nccl_config config = pd_nccl_config_non_blocking();
+
     pd_nccl_comm_end(carrier, link);
     comms_evict(carrier);
     int result = carrier->library->nccl_comm_init(&link->comm, 2, id,

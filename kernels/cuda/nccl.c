@@ -105,24 +105,7 @@ pd_status cu_nccl_id(unsigned char id_out[CU_NCCL_ID_BYTES])
 pd_status cu_nccl_create(const unsigned char id[CU_NCCL_ID_BYTES], uint32_t rank, uint32_t ranks,
                          cu_nccl **nccl_out)
 {
-    const int undefined = PD_NCCL_CONFIG_UNDEFINED;
-    pd_nccl_config config = {
-        .size = sizeof config,
-        .magic = PD_NCCL_CONFIG_MAGIC,
-        .version = PD_NCCL_CONFIG_VERSION,
-        .blocking = 0,
-        .cga_cluster_size = undefined,
-        .min_ctas = undefined,
-        .max_ctas = undefined,
-        .split_share = undefined,
-        .traffic_class = undefined,
-        .collnet_enable = undefined,
-        .cta_policy = undefined,
-        .shrink_share = undefined,
-        .nvls_ctas = undefined,
-        .channels_per_net_peer = undefined,
-        .nvlink_centric_sched = undefined,
-    };
+    pd_nccl_config config = pd_nccl_config_non_blocking();
     cu_nccl *nccl = pd_calloc(1, sizeof *nccl);
     pd_nccl_id copy;
 
