@@ -857,19 +857,29 @@ static void a_storm_leaves_nothing_behind(void **state)
     }
 }
 
-static void every_row_of_the_table_was_taken(void **state)
+static uint32_t rows_missing(bool tell)
 {
-    (void)state;
     uint32_t count, missing = 0;
     const router_transition *table = router_lifecycle_table(&count);
     for (uint32_t i = 0; i < count; i++) {
         if (taken[i] > 0)
             continue;
         missing++;
-        print_message("# never: %s, %s\n", router_request_state_name(table[i].from),
-                      router_event_name(table[i].event));
+        if (tell)
+            print_message("# never: %s, %s\n", router_request_state_name(table[i].from),
+                          router_event_name(table[i].event));
     }
-    assert_int_equal(missing, 0);
+    return missing;
+}
+
+/* Forty storms of a seed that is drawn anew may miss a rare row: those of the first seeds, which
+ * are the same in every run, are there for it. */
+static void every_row_of_the_table_was_taken(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 1; seed <= 40 && rows_missing(false) > 0; seed++)
+        storm(seed);
+    assert_int_equal(rows_missing(true), 0);
 }
 
 int main(void)
