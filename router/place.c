@@ -95,7 +95,9 @@ static void log_choice(const router_requests *t, const router_request *r, uint32
 
 uint64_t router_place_turn_ends_ns(const router_requests *t, const router_request *r)
 {
-    return r->apart ? UINT64_MAX : r->suspect_ns + t->o.config->lost_after_ns;
+    return r->distance == ROUTER_DISTANCE_ALWAYS ? UINT64_MAX
+           : r->distance == ROUTER_DISTANCE_TURN ? r->suspect_ns + t->o.config->lost_after_ns
+                                                 : r->suspect_ns;
 }
 
 bool router_place_waits_its_turn(const router_requests *t, const router_request *r, uint64_t now_ns)

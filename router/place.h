@@ -10,8 +10,8 @@
 
 #include "router/retry.h"
 
-/* Until then a suspect waits for a worker without another one: lost_after; UINT64_MAX: as long as
- * it takes, since it was with another one when a worker died before. */
+/* Until then a suspect waits for a worker without another one: by its distance, not at all (it had
+ * run in company), for lost_after, or as long as it takes (UINT64_MAX). */
 uint64_t router_place_turn_ends_ns(const router_requests *t, const router_request *r);
 /* A suspect (router/retry.h), and at every worker that could take it is another one. */
 bool router_place_waits_its_turn(const router_requests *t, const router_request *r,

@@ -331,7 +331,7 @@ static bool take_token(router_requests *t, router_request *r, uint32_t token, pd
     r->next_index++;
     if (index > r->base_index) /* its prompt has landed: more than every attempt comes to */
         r->failures_in_row = 0;
-    if (router_request_absolved(r))
+    if (r->next_index - r->base_index >= ROUTER_ABSOLVED_TOKENS)
         router_request_set_killed(t, r, 0); /* it ran here and nobody died of it */
     t->o.counters->tokens++;
     if (index == 0)
@@ -661,7 +661,8 @@ typedef struct loss {
     uint32_t slot;
     router_gone how;
     const char *name, *why;
-    uint32_t suspects; /* that were being computed there */
+    /* Requests that were there: computed, perhaps computed, and suspects of those that count. */
+    uint32_t computed, perhaps, suspects;
 } loss;
 
 static void retry_lost(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
@@ -701,44 +702,53 @@ static void decode_gone(router_requests *t, router_request *r, const loss *lost,
         retry_lost(t, r, lost, now_ns);
 }
 
-/* The request was being computed there when it died: now, or, left for another's fault a short
- * while ago, when it was dead already, perhaps. */
-static bool dies_with(const router_requests *t, const router_request *r, uint32_t slot,
-                      uint64_t now_ns)
+/* Whether the request was being computed there when it died: now, or, left for another's fault a
+ * short while ago, when it was dead already, perhaps. */
+static router_presence presence(const router_requests *t, const router_request *r, uint32_t slot,
+                                uint64_t now_ns)
 {
+    if (r->state == ROUTER_REQUEST_CLOSING || r->state == ROUTER_REQUEST_NONE)
+        return ROUTER_ABSENT;
     uint64_t incarnation = t->o.cluster->workers[slot].hello.incarnation;
-    return r->state != ROUTER_REQUEST_CLOSING && r->state != ROUTER_REQUEST_NONE &&
-           !router_request_absolved(r) &&
-           ((r->prefill == slot && router_request_computes(r)) ||
-            (r->decode == slot && r->state == ROUTER_REQUEST_DECODING) ||
-            router_request_was_left(t, r, incarnation, now_ns));
+    router_presence now = router_request_presence(r, slot, now_ns);
+    router_presence left = router_request_was_left(t, r, incarnation, now_ns);
+    return now > left ? now : left;
 }
 
-static uint32_t count_suspects(const router_requests *t, uint32_t slot, uint64_t now_ns)
+/* Where one is known to have been computed nobody else is thought of. */
+static bool counts(const loss *lost, router_presence presence)
 {
-    uint32_t count = 0;
+    return presence == ROUTER_COMPUTES || (presence == ROUTER_MAY_COMPUTE && lost->computed == 0);
+}
+
+static void count_present(const router_requests *t, loss *lost, uint64_t now_ns)
+{
+    for (uint32_t i = 0; i < t->slots_used; i++) {
+        router_presence there = presence(t, &t->slots[i], lost->slot, now_ns);
+        lost->computed += there == ROUTER_COMPUTES;
+        lost->perhaps += there == ROUTER_MAY_COMPUTE;
+    }
     for (uint32_t i = 0; i < t->slots_used; i++)
-        count += t->slots[i].killed_count > 0 && dies_with(t, &t->slots[i], slot, now_ns);
-    return count;
+        lost->suspects += t->slots[i].killed_count > 0 &&
+                          counts(lost, presence(t, &t->slots[i], lost->slot, now_ns));
 }
 
 /* A worker has died. True: the request has ended for it. */
 static bool blame(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
 {
-    if (lost->how != ROUTER_GONE_DIED || !dies_with(t, r, lost->slot, now_ns))
+    router_presence there = presence(t, r, lost->slot, now_ns);
+    if (lost->how != ROUTER_GONE_DIED || !counts(lost, there))
         return false;
     /* Of what it died is known. */
-    if (router_request_is_explained(t, router_request_worker(t, lost->slot)->hello.incarnation))
+    if (router_request_is_explained(t, router_request_worker(t, lost->slot)->hello.incarnation,
+                                    now_ns))
         return false;
-    if (r->killed_count > 0 && lost->suspects > 1) {
-        r->apart = true;
-        pd_log_req_warn(r->id,
-                        "msg=\"%u suspects were at %s when it died: which of them it was is "
-                        "not known\"",
-                        lost->suspects, lost->name);
-        return false;
-    }
-    return router_request_blame(t, r, lost->name, now_ns);
+    bool alone = (lost->computed > 0 ? lost->computed : lost->perhaps) == 1;
+    const router_death death = {.worker = lost->name,
+                                .alone = alone,
+                                .only_suspect =
+                                    lost->suspects == 1 && (there == ROUTER_COMPUTES || alone)};
+    return router_request_blame(t, r, &death, now_ns);
 }
 
 void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_gone how,
@@ -750,11 +760,8 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_go
              worker->hello.name, reason);
     if (how != ROUTER_GONE_SESSION)
         t->suspect_until_ns[slot] = 0;
-    const loss lost = {.slot = slot,
-                       .how = how,
-                       .name = worker->hello.name,
-                       .why = why,
-                       .suspects = count_suspects(t, slot, now_ns)};
+    loss lost = {.slot = slot, .how = how, .name = worker->hello.name, .why = why};
+    count_present(t, &lost, now_ns);
     for (uint32_t i = 0; i < t->slots_used; i++) {
         router_request *r = &t->slots[i];
         if (r->state == ROUTER_REQUEST_NONE)
@@ -798,7 +805,7 @@ static void queue_expired(router_requests *t, router_request *r, uint64_t now_ns
         router_request_fail(t, r, 503, "overloaded", 2,
                             "it was being computed at %s when that died, and no worker was without "
                             "another such request within %.1f s",
-                            r->killed[0], waited_s);
+                            r->killed[1], waited_s);
     else if (r->peer_refusals > 0)
         router_request_fail(t, r, 503, "worker_unavailable", 2,
                             "the decode workers refused the prefill worker %u times within %.1f s",

@@ -309,7 +309,8 @@ void router_request_set_killed(router_requests *t, router_request *r, uint32_t c
     bool was = r->killed_count > 0, is = count > 0;
     void (*tell)(router_requests *, uint32_t) = is ? suspect_comes : suspect_leaves;
     r->killed_count = count;
-    r->apart = r->apart && is;
+    if (!is)
+        r->distance = ROUTER_DISTANCE_IF_ROOM;
     if (was != is && r->charged_prefill)
         tell(t, r->prefill);
     if (was != is && r->charged_decode)
@@ -319,11 +320,6 @@ void router_request_set_killed(router_requests *t, router_request *r, uint32_t c
 bool router_request_suspect_at(const router_requests *t, uint32_t slot, uint64_t now_ns)
 {
     return t->suspects_at[slot] > 0 || t->suspect_until_ns[slot] > now_ns;
-}
-
-bool router_request_absolved(const router_request *r)
-{
-    return r->next_index - r->base_index >= ROUTER_ABSOLVED_TOKENS;
 }
 
 void router_request_charge_prefill(router_requests *t, router_request *r)
@@ -386,9 +382,37 @@ static void cancel_move(router_requests *t, const router_request *r)
         router_cluster_cancel(t->o.cluster, r->decode, &cancel);
 }
 
-bool router_request_computes(const router_request *r)
+static router_presence presence_at_prefill(const router_request *r, uint64_t now_ns)
 {
-    return r->state == ROUTER_REQUEST_PREFILLING && r->prefill_open && r->started;
+    double queue_ns = r->terms.prefill_queue_ms * (double)PD_NS_PER_MS;
+    if (!r->prefill_open)
+        return ROUTER_ABSENT;
+    if (r->state == ROUTER_REQUEST_LANDING)
+        return ROUTER_MAY_COMPUTE;
+    if (r->state != ROUTER_REQUEST_PREFILLING)
+        return ROUTER_ABSENT;
+    if (r->started)
+        return ROUTER_COMPUTES;
+    return (double)(now_ns - r->prefill_sent_ns) >= queue_ns ? ROUTER_MAY_COMPUTE : ROUTER_ABSENT;
+}
+
+static router_presence presence_at_decode(const router_request *r)
+{
+    if (r->state == ROUTER_REQUEST_DECODING)
+        return ROUTER_COMPUTES;
+    if (r->state != ROUTER_REQUEST_LANDING)
+        return ROUTER_ABSENT;
+    bool shipped = !r->prefill_open && r->prefill != ROUTER_NO_WORKER;
+    return shipped ? ROUTER_COMPUTES : ROUTER_MAY_COMPUTE;
+}
+
+router_presence router_request_presence(const router_request *r, uint32_t slot, uint64_t now_ns)
+{
+    if (slot == ROUTER_NO_WORKER)
+        return ROUTER_ABSENT;
+    return r->prefill == slot  ? presence_at_prefill(r, now_ns)
+           : r->decode == slot ? presence_at_decode(r)
+                               : ROUTER_ABSENT;
 }
 
 void router_request_cancel_at_workers(router_requests *t, const router_request *r, bool keep)
@@ -417,9 +441,10 @@ void router_request_cancel_at_workers(router_requests *t, const router_request *
  */
 static void keep_free_of_suspects(router_requests *t, const router_request *r)
 {
-    uint32_t slot = r->charged_prefill && r->prefill_open                      ? r->prefill
-                    : r->charged_decode && r->state == ROUTER_REQUEST_DECODING ? r->decode
-                                                                               : ROUTER_NO_WORKER;
+    uint32_t slot = r->charged_prefill && r->prefill_open ? r->prefill
+                    : r->charged_decode && presence_at_decode(r) == ROUTER_COMPUTES
+                        ? r->decode
+                        : ROUTER_NO_WORKER;
     if (r->killed_count == 0 || slot == ROUTER_NO_WORKER)
         return;
     t->suspect_until_ns[slot] = t->pumped_ns + t->o.config->lost_after_ns;

@@ -12,12 +12,14 @@
 
 enum {
     ROUTER_EARLY_MAX = 32,       /* tokens that may wait for one before them */
-    ROUTER_ABSOLVED_TOKENS = 8,  /* of an attempt: its request does not bring workers down */
+    ROUTER_BEGUN_TOKENS = 8,     /* of an attempt: with fewer it had only begun */
+    ROUTER_ABSOLVED_TOKENS = 64, /* of an attempt: of an earlier death its request is cleared */
     ROUTER_BLOCKED_MS_MIN = 5,   /* a worker that refused is left alone for this long at least, */
     ROUTER_BLOCKED_MS_MAX = 500, /* and this long at most, whatever it says */
     ROUTER_AGAIN_MAX = 32,       /* ranges of blocks asked for again of one shipment */
     ROUTER_LEFT_PULLS_MAX = 256,
-    ROUTER_DEATHS_MAX = 2, /* workers that a request may bring down */
+    ROUTER_DEATHS_MAX = 2,       /* workers that a request may bring down */
+    ROUTER_ALONE_DEATHS_MAX = 4, /* in all its life, whatever it made in between */
     ROUTER_EXPLAINED_MAX = 64,
     ROUTER_LEFT_MAX = 4, /* workers left of late that are remembered */
 };
@@ -71,12 +73,32 @@ typedef struct router_move {
     uint64_t tried[ROUTER_SLOT_BITS];
 } router_move;
 
+/* Whether a worker that dies may have died of a request. */
+typedef enum router_presence {
+    ROUTER_ABSENT,
+    ROUTER_MAY_COMPUTE, /* it was there, and that its step had begun nobody has said */
+    ROUTER_COMPUTES,
+} router_presence;
+
+/* How long one that may bring workers down waits for a worker without another such one. */
+typedef enum router_distance {
+    ROUTER_DISTANCE_IF_ROOM, /* not at all */
+    ROUTER_DISTANCE_TURN,    /* lost_after */
+    ROUTER_DISTANCE_ALWAYS,  /* as long as it takes */
+} router_distance;
+
 /* A worker that computed a request until it was given up there. */
 typedef struct router_left {
     uint64_t incarnation; /* 0: none */
     uint64_t left_ns;
     uint32_t epoch;
+    router_presence presence;
 } router_left;
+
+/* An incarnation whose death, until then, is that of a request that was convicted. */
+typedef struct router_explained {
+    uint64_t incarnation, until_ns;
+} router_explained;
 
 typedef struct router_request {
     router_request_state state;
@@ -125,9 +147,10 @@ typedef struct router_request {
     uint32_t gave_way;
     uint32_t refusals;                             /* of prefill workers without room, in a row */
     char killed[ROUTER_DEATHS_MAX][PD_NAME_BYTES]; /* workers that died computing it */
-    uint32_t killed_count; /* one: it is a suspect; see router_request_set_killed */
-    uint64_t suspect_ns;   /* since when it is a suspect */
-    bool apart;            /* it was with another one when a worker died: not again */
+    uint32_t killed_count;    /* one: it is a suspect; see router_request_set_killed */
+    uint64_t suspect_ns;      /* since when it is a suspect, or a worker died again */
+    router_distance distance; /* that it keeps as a suspect */
+    uint32_t deaths_alone;    /* of workers with nobody else, in all its life */
     /* Who computed it when it was tried again for another's fault: they may be dead already, which
      * is heard of later. A ring. */
     router_left left[ROUTER_LEFT_MAX];
@@ -159,9 +182,8 @@ struct router_requests {
     uint64_t left_pulls_count;                          /* ever */
     uint32_t suspects_at[ROUTER_WORKERS_MAX]; /* suspects that are, or are about to be, there */
     uint64_t pumped_ns; /* when the queue was tried last: now, within a heartbeat */
-    uint64_t suspect_until_ns[ROUTER_WORKERS_MAX]; /* one may have left it dying, until then */
-    uint64_t explained[ROUTER_EXPLAINED_MAX];      /* incarnations that a convicted one had left: a
-                                                      ring */
+    uint64_t suspect_until_ns[ROUTER_WORKERS_MAX];    /* one may have left it dying, until then */
+    router_explained explained[ROUTER_EXPLAINED_MAX]; /* workers that convicted ones left: a ring */
     uint32_t explained_next;
     uint32_t queue_head, queue_tail, queue_count;
     uint32_t free_head; /* through queue_next */
@@ -232,11 +254,11 @@ void router_request_discharge_decode(router_requests *t, router_request *r);
 void router_request_set_killed(router_requests *t, router_request *r, uint32_t count);
 /* A suspect is there, or was a moment ago: it is no place for another one. */
 bool router_request_suspect_at(const router_requests *t, uint32_t slot, uint64_t now_ns);
-/* It has made so many tokens of this attempt that it is not what brings workers down. */
-bool router_request_absolved(const router_request *r);
-/* The prefill worker computes it: it has said so. What only waits there is no suspect, however
- * long; a word that died with the worker lets one off, once. */
-bool router_request_computes(const router_request *r);
+/* Whether the worker in that slot computes it. Certainly: it has said so, or may have begun the
+ * step behind all that was shipped. Perhaps: the word may have died with the worker, since the
+ * prompt's turn had come as far as is known, its blocks are on their way, or it is the one that
+ * ships them. What is known to wait in a queue, or to stand still, is absent. */
+router_presence router_request_presence(const router_request *r, uint32_t slot, uint64_t now_ns);
 /* Cancels at the workers that have it. A prefill worker that was never asked, or has ended before
  * it wrote, writes nothing: the decode worker is told, since no abort need come to it. What was
  * written ends with an abort on the data plane (docs/lifecycle.md). A worker that

@@ -128,28 +128,28 @@ static void keep_left_free(router_requests *t, const router_request *r)
     }
 }
 
-bool router_request_is_explained(const router_requests *t, uint64_t incarnation)
+bool router_request_is_explained(const router_requests *t, uint64_t incarnation, uint64_t now_ns)
 {
     for (uint32_t i = 0; i < ROUTER_EXPLAINED_MAX; i++) {
-        if (incarnation != 0 && t->explained[i] == incarnation)
+        if (t->explained[i].incarnation == incarnation && now_ns <= t->explained[i].until_ns)
             return true;
     }
     return false;
 }
 
-bool router_request_blame(router_requests *t, router_request *r, const char *worker,
-                          uint64_t now_ns)
+/* What it left a short while ago may be dying of it: nobody else is to be blamed for that. */
+static void explain_left(router_requests *t, const router_request *r)
 {
-    snprintf(r->killed[r->killed_count], sizeof r->killed[0], "%s", worker);
-    router_request_set_killed(t, r, r->killed_count + 1);
-    if (r->killed_count < ROUTER_DEATHS_MAX) {
-        r->suspect_ns = now_ns;
-        router_request_wake_at(t, router_place_turn_ends_ns(t, r));
-        keep_left_free(t, r);
-        return false;
+    for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++) {
+        if (r->left[i].incarnation != 0)
+            t->explained[t->explained_next++ % ROUTER_EXPLAINED_MAX] = (router_explained){
+                r->left[i].incarnation, r->left[i].left_ns + t->o.config->lost_after_ns};
     }
-    for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++)
-        t->explained[t->explained_next++ % ROUTER_EXPLAINED_MAX] = r->left[i].incarnation;
+}
+
+static void convict(router_requests *t, router_request *r)
+{
+    explain_left(t, r);
     bool same = strcmp(r->killed[0], r->killed[1]) == 0;
     t->o.counters->suspects++;
     router_request_fail(t, r, 500, "request_suspect", 0,
@@ -157,18 +157,46 @@ bool router_request_blame(router_requests *t, router_request *r, const char *wor
                         "given a third worker",
                         r->id, r->killed[0], r->killed[1], same ? " again (started anew)," : "",
                         same ? "it" : "they");
-    return true;
 }
 
-bool router_request_was_left(const router_requests *t, const router_request *r,
-                             uint64_t incarnation, uint64_t now_ns)
+bool router_request_blame(router_requests *t, router_request *r, const router_death *death,
+                          uint64_t now_ns)
 {
-    for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++) {
-        if (r->left[i].incarnation == incarnation &&
-            now_ns - r->left[i].left_ns <= t->o.config->lost_after_ns)
-            return true;
+    bool was_suspect = r->killed_count > 0;
+    bool begun = r->next_index - r->base_index < ROUTER_BEGUN_TOKENS;
+    r->deaths_alone += death->alone;
+    memmove(r->killed[0], r->killed[1], sizeof r->killed[0]);
+    snprintf(r->killed[1], sizeof r->killed[1], "%s", death->worker);
+    if ((was_suspect && death->only_suspect) || r->deaths_alone >= ROUTER_ALONE_DEATHS_MAX) {
+        convict(t, r);
+        return true;
     }
+    router_request_set_killed(t, r, 1);
+    if (was_suspect && r->distance < ROUTER_DISTANCE_ALWAYS)
+        r->distance++;
+    if (!was_suspect && (begun || death->alone))
+        r->distance = ROUTER_DISTANCE_TURN;
+    if (was_suspect)
+        pd_log_req_warn(r->id,
+                        "msg=\"several suspects were at %s when it died: which of them it was is "
+                        "not known\"",
+                        death->worker);
+    r->suspect_ns = now_ns;
+    router_request_wake_at(t, router_place_turn_ends_ns(t, r));
+    keep_left_free(t, r);
     return false;
+}
+
+router_presence router_request_was_left(const router_requests *t, const router_request *r,
+                                        uint64_t incarnation, uint64_t now_ns)
+{
+    router_presence presence = ROUTER_ABSENT;
+    for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++) {
+        if (r->left[i].incarnation == incarnation && r->left[i].presence > presence &&
+            now_ns - r->left[i].left_ns <= t->o.config->lost_after_ns)
+            presence = r->left[i].presence;
+    }
+    return presence;
 }
 
 void router_request_left_well(router_requests *t, uint32_t slot, const pd_request_key *key)
@@ -181,18 +209,17 @@ void router_request_left_well(router_requests *t, uint32_t slot, const pd_reques
     }
 }
 
-/* It is given up at who computes it, for another's fault. */
-static void remember_left(router_requests *t, router_request *r, uint64_t now_ns)
+/* It is given up at that worker, for another's fault. */
+static void remember_left(router_requests *t, router_request *r, uint32_t slot, uint64_t now_ns)
 {
-    uint32_t slot = r->state == ROUTER_REQUEST_DECODING ? r->decode
-                    : router_request_computes(r)        ? r->prefill
-                                                        : ROUTER_NO_WORKER;
-    if (slot == ROUTER_NO_WORKER || router_request_absolved(r))
+    router_presence presence = router_request_presence(r, slot, now_ns);
+    if (presence == ROUTER_ABSENT)
         return;
     r->left[r->left_count++ % ROUTER_LEFT_MAX] =
         (router_left){.incarnation = router_request_worker(t, slot)->hello.incarnation,
                       .left_ns = now_ns,
-                      .epoch = r->key.epoch};
+                      .epoch = r->key.epoch,
+                      .presence = presence};
 }
 
 void router_request_retry(router_requests *t, router_request *r, const router_failure *failure,
@@ -221,7 +248,8 @@ void router_request_retry(router_requests *t, router_request *r, const router_fa
         r->avoid_prefill = failure->slot;
     else if (failure->slot != ROUTER_NO_WORKER)
         r->avoid_decode = failure->slot;
-    remember_left(t, r, now_ns);
+    remember_left(t, r, r->prefill, now_ns);
+    remember_left(t, r, r->decode, now_ns);
     r->not_before_ns =
         r->failures_in_row <= 1
             ? 0

@@ -18,13 +18,18 @@
  * again adds 10 % to the load, not a storm. Empty: 503.
  *
  * ROUTER_DEATHS_MAX (2): workers that died (silent, or came back as a new process) while they
- * computed it, as they had said, and before it had made ROUTER_ABSOLVED_TOKENS there. It may be
- * what kills them, and gets no third: 500. One that ran for longer was in bad company: its earlier
- * deaths are forgotten. After the first death it is a suspect. Suspects spread over the workers
- * (place.c), or wait for their turn in the queue, lost_after at most, so that of those that were in
- * one death together the second convicts only who was in both. Where two met all the same, the
- * death convicts neither, and they are kept apart for as long as it takes. What is no suspect keeps
- * no distance, and is not held up.
+ * computed it, as they had said; or may have, when nobody else was known to be computed there. It
+ * may be what kills them, and gets no third: 500. After the first death, however long it ran, it is
+ * a suspect, until it has made ROUTER_ABSOLVED_TOKENS of a later attempt: what kills does so again,
+ * and soon. Suspects spread over the workers (place.c), so that of those that were in one death
+ * together the second convicts only who was in both. One that had only begun there
+ * (ROUTER_BEGUN_TOKENS), or was alone, waits in the queue for its turn, lost_after at most; one
+ * that had run in company does not wait. Where several met all the same, the death convicts none,
+ * and each keeps its distance for longer: for lost_after, and after yet another such death for as
+ * long as it takes. What is no suspect keeps no distance, and is not held up.
+ *
+ * ROUTER_ALONE_DEATHS_MAX (4): deaths of workers that computed nothing else of this router's, in
+ * all its life, however many tokens it made in between.
  *
  * Backoff: none before the first retry, whose worker is gone; then 50 ms, 100, ... up to 1 s, each
  * times 0.5 to 1.5 at random, so that what failed together does not come back together.
@@ -61,15 +66,21 @@ void router_request_requeue(router_requests *t, router_request *r, router_event 
 /* Another attempt, or an error. r may be gone afterwards. */
 void router_request_retry(router_requests *t, router_request *r, const router_failure *failure,
                           uint64_t now_ns);
-/* Of what that incarnation dies, should it, is known: one that left it has been convicted since. */
-bool router_request_is_explained(const router_requests *t, uint64_t incarnation);
+/* Of what that incarnation dies, should it now, is known: one that left it a short while ago has
+ * been convicted since. */
+bool router_request_is_explained(const router_requests *t, uint64_t incarnation, uint64_t now_ns);
+typedef struct router_death {
+    const char *worker;
+    bool alone;        /* no other request of this router was there */
+    bool only_suspect; /* or may have been; of the suspects, if it is one */
+} router_death;
 /* That worker died while it computed the request. True: it was one too many, and r is gone. */
-bool router_request_blame(router_requests *t, router_request *r, const char *worker,
+bool router_request_blame(router_requests *t, router_request *r, const router_death *death,
                           uint64_t now_ns);
-/* That incarnation computed the request until it was tried again for another's fault, a short while
- * ago, and has not said since that it does so no more: it may have been dying. */
-bool router_request_was_left(const router_requests *t, const router_request *r,
-                             uint64_t incarnation, uint64_t now_ns);
+/* Whether that incarnation computed the request until it was tried again for another's fault, a
+ * short while ago, and has not said since that it does so no more: it may have been dying. */
+router_presence router_request_was_left(const router_requests *t, const router_request *r,
+                                        uint64_t incarnation, uint64_t now_ns);
 /* The worker says its last word on an attempt that was given up: it outlived that. */
 void router_request_left_well(router_requests *t, uint32_t slot, const pd_request_key *key);
 /* What a worker answered with status: true when that is the client's error, which has ended it. */

@@ -386,6 +386,8 @@ void sim_clients_judge(sim_world *world, sim_result *result)
         if (request->failed && (calm || i >= world->plan.requests))
             sim_broken(world, "request %u failed with %d though nothing had gone wrong", i,
                        request->http_status);
+        world->coverage.killers += request->killed > 0;
+        world->coverage.thirds += request->killed > 2;
         uint32_t deaths = sim_suspects_deaths(world, request);
         if (deaths > 2)
             sim_broken(world, "request %u was given to a third worker when two had died of it (%u)",

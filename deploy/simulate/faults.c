@@ -111,13 +111,19 @@ static bool partition(sim_world *world)
     return true;
 }
 
+/* Half of those that die of decoding do so at its first step, the others somewhere up to this one.
+ */
+enum { POISON_STEP_MAX = 40 };
+
 static bool poison(sim_world *world)
 {
     for (uint32_t i = 0; i < world->plan.requests; i++) {
         sim_request *request = &world->requests[i];
         if (request->ends != 0 || request->handle != 0 || request->poison != SIM_POISON_NONE)
             continue;
-        request->poison = sim_chance(world, 0.4) ? SIM_POISON_DECODE : SIM_POISON_PREFILL;
+        request->poison = sim_chance(world, 0.6) ? SIM_POISON_DECODE : SIM_POISON_PREFILL;
+        request->poison_step =
+            sim_chance(world, 0.5) ? 1 : 1 + (uint32_t)sim_random(world, POISON_STEP_MAX);
         return true;
     }
     return false;

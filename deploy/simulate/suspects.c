@@ -79,7 +79,7 @@ uint32_t sim_suspects_deaths(const sim_world *world, const sim_request *request)
 
     for (uint32_t i = 0; i < SIM_GIVEN_MAX; i++)
         deaths += request->given[i].killer == (uint32_t)(request - world->requests) + 1 &&
-                  request->given[i].heard && !request->given[i].left && !request->given[i].rival;
+                  !request->given[i].left && !request->given[i].rival;
     return deaths;
 }
 

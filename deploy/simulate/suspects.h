@@ -14,10 +14,9 @@ void sim_suspects_see_reply(sim_router *router, const pd_message *message, uint6
 /* It is about to die, of worker->killer or of something else. */
 void sim_suspects_see_death(const sim_worker *worker);
 
-/* Workers that died of the request while its router knew that they compute it, of those that it was
- * given to of late: two at most. What a router had given up there for another reason, or never
- * heard of, before it heard of the death, it need not count; nor a death that may as well have been
- * another suspect's. */
+/* Workers that died of the request, of those that it was given to of late: two at most. What a
+ * router had given up there for another reason before it heard of the death it need not count; nor
+ * a death that may as well have been another suspect's. */
 uint32_t sim_suspects_deaths(const sim_world *world, const sim_request *request);
 /* A request is ended as one that brings workers down: it was given to both that the router names,
  * or twice to one that came anew; and, unless it is one, not both of them died of the same other

@@ -399,6 +399,19 @@ void sim_worker_on_group_done(sim_worker *worker, uint32_t group, uint64_t numbe
         worker->ops->on_group(worker->core, step, group, worker->world->now_ns);
 }
 
+/* The step that has just been made ends the process. */
+static bool is_deadly(const sim_worker *worker, sim_request *request)
+{
+    if (request->poison == SIM_POISON_NONE || worker->world->quiet)
+        return false;
+    if (worker->ops->role == PD_ROLE_PREFILL)
+        return request->poison == SIM_POISON_PREFILL;
+    if (request->steps_at != worker->incarnation)
+        request->steps = 0;
+    request->steps_at = worker->incarnation;
+    return request->poison == SIM_POISON_DECODE && ++request->steps >= request->poison_step;
+}
+
 void sim_worker_on_step_done(sim_worker *worker, uint64_t number)
 {
     sim_world *world = worker->world;
@@ -407,9 +420,7 @@ void sim_worker_on_step_done(sim_worker *worker, uint64_t number)
     pd_assert(step != NULL && step->number == number);
     for (uint32_t i = 0; i < step->slices_count; i++) {
         sim_request *request = request_of(world, &step->slices[i]);
-        sim_poison deadly =
-            worker->ops->role == PD_ROLE_DECODE ? SIM_POISON_DECODE : SIM_POISON_PREFILL;
-        if (request != NULL && request->poison == deadly && !world->quiet) {
+        if (request != NULL && is_deadly(worker, request)) {
             request->killed++;
             worker->killer = (uint32_t)(request - world->requests) + 1;
             sim_worker_crash(worker);

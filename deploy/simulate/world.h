@@ -164,7 +164,7 @@ typedef struct sim_given {
 typedef enum sim_poison {
     SIM_POISON_NONE,
     SIM_POISON_PREFILL, /* of the step that works through its prompt */
-    SIM_POISON_DECODE,  /* of any later step */
+    SIM_POISON_DECODE,  /* of a later step: see poison_step */
 } sim_poison;
 
 typedef struct sim_request {
@@ -176,8 +176,10 @@ typedef struct sim_request {
     uint32_t max_tokens;
     int32_t priority;
     bool ignore_end;
-    sim_poison poison; /* whoever computes it dies */
-    bool placed;       /* at least once */
+    sim_poison poison;           /* whoever computes it dies */
+    uint32_t poison_step, steps; /* of the decode steps at one worker: which; how many so far */
+    uint64_t steps_at;           /* that worker's incarnation */
+    bool placed;                 /* at least once */
     pd_sampling sampling;
     uint32_t answer[SIM_ANSWER_MAX], answer_count; /* the right one */
     uint32_t got;

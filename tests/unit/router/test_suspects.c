@@ -157,24 +157,219 @@ static void a_worker_that_died_twice_is_named_as_one(void **state)
     world_free(w);
 }
 
-/* It ran for a while at the first: that one did not die of it, and does not count. */
-static void a_worker_where_it_ran_for_a_while_does_not_count(void **state)
+/* A world with an idle prefill worker, so many decode workers, and one request. */
+static world *world_of_one(uint64_t seed, uint32_t prefill, uint32_t decode, answer **a)
 {
-    (void)state;
-    world *w = one_to_one(15);
-    for (int i = 0; i < 3; i++)
+    world *w = world_new(seed);
+    for (uint32_t i = 0; i < prefill; i++)
+        fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    for (uint32_t i = 0; i < decode; i++)
         fake_add(&w->fake, PD_ROLE_DECODE, 512);
     wait_ms(w, 200);
-    answer *a = ask(w, 40, 1000);
-    wait_for_token(w, a, 20);
-    for (int i = 0; i < 2; i++) { /* the second time it has just begun */
-        bring_down(w, place_of(w, a));
-        if (i == 0)
-            begin_to_run(w, a);
+    *a = ask(w, 40, 3000);
+    return w;
+}
+
+/* Each worker dies when it has made so many tokens there; those that died. */
+static uint32_t deaths_at_token(world *w, const answer *a, uint32_t tokens)
+{
+    uint32_t deaths = 0;
+    while (a->ends == 0 && deaths < 10) {
+        uint32_t had = a->next;
+        for (int i = 0; i < 200000 && a->next < had + tokens && a->ends == 0; i++)
+            fake_run(&w->fake, w->fake.now_ns + 50000);
+        uint32_t place = place_of(w, a);
+        if (a->ends > 0 || place == UINT32_MAX)
+            break;
+        bring_down(w, place);
+        fake_restart(&w->fake, place);
+        deaths++;
     }
+    return deaths;
+}
+
+static void who_kills_at_a_later_token_gets_no_third(void **state)
+{
+    (void)state;
+    for (uint32_t tokens = 2; tokens <= 40; tokens += tokens < 10 ? 1 : 6) {
+        answer *a;
+        world *w = world_of_one(20 + tokens, 1, 4, &a);
+        assert_int_equal(deaths_at_token(w, a, tokens), 2);
+        assert_string_equal(a->code, "request_suspect");
+        world_free(w);
+    }
+}
+
+/* Two deaths with hundreds of tokens in between are chance; a fourth with nobody else is not. */
+static void who_kills_alone_is_found_out_however_long_it_runs(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(70, 1, 4, &a);
+    assert_int_equal(deaths_at_token(w, a, 300), 4);
+    assert_string_equal(a->code, "request_suspect");
+    world_free(w);
+}
+
+/* It had just begun where the first died, and ran for long at the second: that is cleared of the
+ * first death, and a suspect for the second alone. */
+static void who_ran_for_long_in_between_goes_on(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(15, 1, 4, &a);
+    begin_to_run(w, a);
+    for (int i = 0; i < 2; i++) {
+        bring_down(w, place_of(w, a));
+        wait_for_token(w, a, a->next + 200);
+    }
+    bring_down(w, place_of(w, a));
     wait_ms(w, 15000);
     assert_whole(w, a);
     assert_int_equal(counters_of(w).suspects, 0);
+    world_free(w);
+}
+
+/* The word that all has landed dies with the worker that computes behind it. */
+static void a_decode_worker_that_dies_with_its_word_counts(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(16, 1, 4, &a);
+    w->fake.lose[PD_MSG_LANDED] = 100;
+    uint32_t deaths = 0;
+    for (; a->ends == 0 && deaths < 10; deaths++) {
+        uint32_t place = UINT32_MAX, had = a->next;
+        for (int i = 0; i < 40000 && a->ends == 0 && place == UINT32_MAX; i++) {
+            fake_run(&w->fake, w->fake.now_ns + 20000);
+            if (a->next > had) /* the first token is the prefill worker's */
+                place = place_of(w, a);
+        }
+        if (place == UINT32_MAX)
+            break;
+        bring_down(w, place);
+        fake_restart(&w->fake, place);
+    }
+    assert_int_equal(deaths, 2);
+    assert_string_equal(a->code, "request_suspect");
+    world_free(w);
+}
+
+/* The worker, of the first ones, that has shipped nothing yet of what it computed. */
+static uint32_t who_ships(const world *w, uint32_t workers)
+{
+    for (uint32_t i = 0; i < workers; i++) {
+        const fake_worker *worker = &w->fake.workers[i];
+        for (uint32_t k = 0; worker->alive && k < worker->prefills; k++) {
+            if (worker->prompts[k].computed && !worker->prompts[k].shipped)
+                return i;
+        }
+    }
+    return UINT32_MAX;
+}
+
+static void a_prefill_worker_that_dies_while_it_ships_counts(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(17, 4, 1, &a);
+    uint32_t deaths = 0;
+    while (a->ends == 0 && deaths < 10) {
+        uint32_t place = UINT32_MAX;
+        for (int i = 0; i < 400000 && a->ends == 0 && place == UINT32_MAX; i++) {
+            fake_run(&w->fake, w->fake.now_ns + 50000);
+            place = who_ships(w, 4);
+        }
+        if (place == UINT32_MAX)
+            break;
+        bring_down(w, place);
+        deaths++;
+        wait_ms(w, 10);
+    }
+    assert_in_range(deaths, 2, 2);
+    assert_string_equal(a->code, "request_suspect");
+    world_free(w);
+}
+
+/* That its first step runs is said in a message that dies with the worker. */
+static void a_prefill_worker_that_dies_unheard_counts(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(18, 4, 1, &a);
+    w->fake.lose[PD_MSG_PREFILL_STARTED] = 100;
+    uint32_t deaths = 0;
+    while (a->ends == 0 && deaths < 10) {
+        uint32_t place = UINT32_MAX;
+        for (int i = 0; i < 40000 && a->ends == 0 && place == UINT32_MAX; i++) {
+            fake_run(&w->fake, w->fake.now_ns + 20000);
+            for (uint32_t k = 0; k < 4; k++) {
+                if (w->fake.workers[k].alive && w->fake.workers[k].prefills > 0)
+                    place = k;
+            }
+        }
+        if (place == UINT32_MAX)
+            break;
+        bring_down(w, place);
+        deaths++;
+    }
+    assert_int_equal(deaths, 2);
+    assert_string_equal(a->code, "request_suspect");
+    world_free(w);
+}
+
+/* One that was convicted had left it alive: what it dies of long afterwards is another matter. */
+static void a_conviction_excuses_no_later_death(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(3, 1, 1, &a);
+    begin_to_run(w, a);
+    uint32_t left = place_of(w, a);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 1);
+    w->fake.decode_status = PD_E_IO; /* it fails it by a message, and is well */
+    while (place_of(w, a) == left)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    w->fake.decode_status = PD_OK;
+    for (int i = 0; i < 2; i++) {
+        begin_to_run(w, a);
+        assert_int_not_equal(place_of(w, a), left);
+        bring_down(w, place_of(w, a));
+    }
+    assert_string_equal(a->code, "request_suspect");
+    wait_ms(w, 10000);
+    answer *b = ask(w, 40, 3000);
+    begin_to_run(w, b);
+    assert_int_equal(place_of(w, b), left); /* there is no other */
+    bring_down(w, left);
+    fake_restart(&w->fake, left);
+    begin_to_run(w, b);
+    bring_down(w, left);
+    assert_string_equal(b->code, "request_suspect");
+    world_free(w);
+}
+
+/* What runs at a worker that an operator kills does not wait for a turn, however many they are. */
+static void who_had_run_in_company_does_not_wait(void **state)
+{
+    (void)state;
+    world *w = one_to_one(19);
+    answer *all[6];
+    for (uint32_t i = 0; i < 6; i++)
+        all[i] = ask(w, 40, 1000);
+    for (uint32_t i = 0; i < 6; i++)
+        wait_for_token(w, all[i], 20);
+    bring_down(w, 1);
+    fake_restart(&w->fake, 1);
+    uint32_t had[6];
+    for (uint32_t i = 0; i < 6; i++)
+        had[i] = all[i]->next;
+    wait_ms(w, 300); /* less than lost_after */
+    for (uint32_t i = 0; i < 6; i++)
+        assert_true(all[i]->next > had[i]);
+    assert_int_equal(counters_of(w).queued, 0);
     world_free(w);
 }
 
@@ -186,7 +381,14 @@ int main(void)
         cmocka_unit_test(a_newcomer_is_not_held_up_by_suspects),
         cmocka_unit_test(who_waits_in_vain_goes_on_beside_another),
         cmocka_unit_test(a_worker_that_died_twice_is_named_as_one),
-        cmocka_unit_test(a_worker_where_it_ran_for_a_while_does_not_count),
+        cmocka_unit_test(who_kills_at_a_later_token_gets_no_third),
+        cmocka_unit_test(who_kills_alone_is_found_out_however_long_it_runs),
+        cmocka_unit_test(who_ran_for_long_in_between_goes_on),
+        cmocka_unit_test(a_decode_worker_that_dies_with_its_word_counts),
+        cmocka_unit_test(a_prefill_worker_that_dies_while_it_ships_counts),
+        cmocka_unit_test(a_prefill_worker_that_dies_unheard_counts),
+        cmocka_unit_test(a_conviction_excuses_no_later_death),
+        cmocka_unit_test(who_had_run_in_company_does_not_wait),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
