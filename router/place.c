@@ -140,7 +140,8 @@ static bool choose(router_requests *t, const router_request *r, uint64_t now_ns,
     if (router_policy_choose(&t->policy, &input, choice_out))
         return true;
     if (r->killed_count > 0 && now_ns >= router_place_turn_ends_ns(t, r)) {
-        input.taken = NULL;
+        memset(taken, 0, sizeof taken);
+        router_request_suspects_apart(t, now_ns, taken);
         if (router_policy_choose(&t->policy, &input, choice_out))
             return true;
     }

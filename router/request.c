@@ -759,7 +759,7 @@ void router_requests_on_worker_gone(router_requests *t, uint32_t slot, router_go
     snprintf(why, sizeof why, "%s worker %s is gone: %s", router_role_name(worker->hello.role),
              worker->hello.name, reason);
     if (how != ROUTER_GONE_SESSION)
-        t->suspect_until_ns[slot] = 0;
+        t->suspect_until_ns[slot] = t->apart_until_ns[slot] = 0;
     loss lost = {.slot = slot, .how = how, .name = worker->hello.name, .why = why};
     count_present(t, &lost, now_ns);
     for (uint32_t i = 0; i < t->slots_used; i++) {

@@ -322,6 +322,38 @@ bool router_request_suspect_at(const router_requests *t, uint32_t slot, uint64_t
     return t->suspects_at[slot] > 0 || t->suspect_until_ns[slot] > now_ns;
 }
 
+static void take(uint64_t *taken, uint32_t slot)
+{
+    taken[slot / 64] |= 1ull << slot % 64;
+}
+
+void router_request_suspects_apart(const router_requests *t, uint64_t now_ns, uint64_t *taken)
+{
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        if (t->apart_until_ns[i] > now_ns)
+            take(taken, i);
+    }
+    for (uint32_t i = 0; i < t->slots_used; i++) {
+        const router_request *r = &t->slots[i];
+        if (r->state == ROUTER_REQUEST_NONE || r->distance != ROUTER_DISTANCE_ALWAYS)
+            continue;
+        if (r->charged_prefill)
+            take(taken, r->prefill);
+        if (r->charged_decode)
+            take(taken, r->decode);
+    }
+}
+
+void router_request_leave_suspect(router_requests *t, const router_request *r, uint32_t slot,
+                                  uint64_t until_ns)
+{
+    if (t->suspect_until_ns[slot] < until_ns)
+        t->suspect_until_ns[slot] = until_ns;
+    if (r->distance == ROUTER_DISTANCE_ALWAYS && t->apart_until_ns[slot] < until_ns)
+        t->apart_until_ns[slot] = until_ns;
+    router_request_wake_at(t, until_ns);
+}
+
 void router_request_charge_prefill(router_requests *t, router_request *r)
 {
     router_worker *worker = router_request_worker(t, r->prefill);
@@ -447,8 +479,7 @@ static void keep_free_of_suspects(router_requests *t, const router_request *r)
                         : ROUTER_NO_WORKER;
     if (r->killed_count == 0 || slot == ROUTER_NO_WORKER)
         return;
-    t->suspect_until_ns[slot] = t->pumped_ns + t->o.config->lost_after_ns;
-    router_request_wake_at(t, t->suspect_until_ns[slot]);
+    router_request_leave_suspect(t, r, slot, t->pumped_ns + t->o.config->lost_after_ns);
 }
 
 void router_request_leave_workers(router_requests *t, router_request *r, bool keep)

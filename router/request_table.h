@@ -183,6 +183,7 @@ struct router_requests {
     uint32_t suspects_at[ROUTER_WORKERS_MAX]; /* suspects that are, or are about to be, there */
     uint64_t pumped_ns; /* when the queue was tried last: now, within a heartbeat */
     uint64_t suspect_until_ns[ROUTER_WORKERS_MAX];    /* one may have left it dying, until then */
+    uint64_t apart_until_ns[ROUTER_WORKERS_MAX];      /* the same of those that stay apart always */
     router_explained explained[ROUTER_EXPLAINED_MAX]; /* workers that convicted ones left: a ring */
     uint32_t explained_next;
     uint32_t queue_head, queue_tail, queue_count;
@@ -254,6 +255,14 @@ void router_request_discharge_decode(router_requests *t, router_request *r);
 void router_request_set_killed(router_requests *t, router_request *r, uint32_t count);
 /* A suspect is there, or was a moment ago: it is no place for another one. */
 bool router_request_suspect_at(const router_requests *t, uint32_t slot, uint64_t now_ns);
+/* The suspect left that worker, which may die of it yet: it is no place for another one until then.
+ */
+void router_request_leave_suspect(router_requests *t, const router_request *r, uint32_t slot,
+                                  uint64_t until_ns);
+/* Sets the bits of the workers where one is, or was a moment ago, that keeps its distance for as
+ * long as it takes: no place for another one even when its turn has ended. taken:
+ * [ROUTER_SLOT_BITS], zeroed. */
+void router_request_suspects_apart(const router_requests *t, uint64_t now_ns, uint64_t *taken);
 /* Whether the worker in that slot computes it. Certainly: it has said so, or may have begun the
  * step behind all that was shipped. Perhaps: the word may have died with the worker, since the
  * prompt's turn had come as far as is known, its blocks are on their way, or it is the one that

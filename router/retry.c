@@ -120,11 +120,8 @@ static void keep_left_free(router_requests *t, const router_request *r)
     for (uint32_t i = 0; i < ROUTER_LEFT_MAX; i++) {
         uint32_t slot = router_cluster_by_incarnation(t->o.cluster, r->left[i].incarnation);
         uint64_t until_ns = r->left[i].left_ns + t->o.config->lost_after_ns;
-        if (r->left[i].incarnation == 0 || slot == ROUTER_NO_WORKER ||
-            t->suspect_until_ns[slot] >= until_ns)
-            continue;
-        t->suspect_until_ns[slot] = until_ns;
-        router_request_wake_at(t, until_ns);
+        if (r->left[i].incarnation != 0 && slot != ROUTER_NO_WORKER)
+            router_request_leave_suspect(t, r, slot, until_ns);
     }
 }
 
