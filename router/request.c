@@ -739,13 +739,11 @@ static bool blame(router_requests *t, router_request *r, const loss *lost, uint6
     router_presence there = presence(t, r, lost->slot, now_ns);
     if (lost->how != ROUTER_GONE_DIED || !counts(lost, there))
         return false;
-    /* Of what it died is known. */
-    if (router_request_is_explained(t, router_request_worker(t, lost->slot)->hello.incarnation,
-                                    now_ns))
-        return false;
     bool alone = (lost->computed > 0 ? lost->computed : lost->perhaps) == 1;
+    uint64_t incarnation = router_request_worker(t, lost->slot)->hello.incarnation;
     const router_death death = {.worker = lost->name,
                                 .alone = alone,
+                                .explained = router_request_is_explained(t, incarnation, now_ns),
                                 .only_suspect =
                                     lost->suspects == 1 && (there == ROUTER_COMPUTES || alone)};
     return router_request_blame(t, r, &death, now_ns);

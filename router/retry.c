@@ -161,10 +161,13 @@ bool router_request_blame(router_requests *t, router_request *r, const router_de
 {
     bool was_suspect = r->killed_count > 0;
     bool begun = r->next_index - r->base_index < ROUTER_BEGUN_TOKENS;
-    r->deaths_alone += death->alone;
+    /* Who met others at each death must not be excused for ever. */
+    bool excused = death->explained && r->distance < ROUTER_DISTANCE_ALWAYS;
+    r->deaths_alone += death->alone && !excused;
     memmove(r->killed[0], r->killed[1], sizeof r->killed[0]);
     snprintf(r->killed[1], sizeof r->killed[1], "%s", death->worker);
-    if ((was_suspect && death->only_suspect) || r->deaths_alone >= ROUTER_ALONE_DEATHS_MAX) {
+    if ((was_suspect && death->only_suspect && !excused) ||
+        r->deaths_alone >= ROUTER_ALONE_DEATHS_MAX) {
         convict(t, r);
         return true;
     }

@@ -73,6 +73,7 @@ typedef struct router_death {
     const char *worker;
     bool alone;        /* no other request of this router was there */
     bool only_suspect; /* or may have been; of the suspects, if it is one */
+    bool explained; /* one that was convicted had left it a short while ago: it may be its doing */
 } router_death;
 /* That worker died while it computed the request. True: it was one too many, and r is gone. */
 bool router_request_blame(router_requests *t, router_request *r, const router_death *death,
