@@ -740,6 +740,11 @@ static void decode_cancel_all(pd_role_core *core, uint64_t now_ns)
     }
 }
 
+static void decode_peer_ended(pd_role_core *core, uint64_t incarnation)
+{
+    pd_last_words_dead(&core->words, incarnation);
+}
+
 /* ---- what others may know ---- */
 
 static bool decode_idle(const pd_role_core *core)
@@ -790,6 +795,7 @@ const pd_role_ops decode_role = {
     .on_transfer = decode_landing_on_transfer,
     .on_tick = decode_on_tick,
     .peer_dead = decode_landing_peer_dead,
+    .peer_ended = decode_peer_ended,
     .drain = decode_drain,
     .cancel_all = decode_cancel_all,
     .idle = decode_idle,

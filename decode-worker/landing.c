@@ -169,11 +169,10 @@ static void sender_dead(pd_role_core *core, uint64_t incarnation)
     }
 }
 
-/* Its process has ended: no router can bring it back. */
+/* It writes here no more: no router can bring it back. */
 void decode_landing_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
 {
     (void)now_ns;
-    pd_last_words_dead(&core->words, incarnation);
     decode_senders_refuse(&core->senders, incarnation, true);
     sender_dead(core, incarnation);
 }

@@ -365,9 +365,13 @@ static void prefill_on_checked(pd_role_core *core, const pd_checked *checked, ui
 
 static void prefill_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
 {
-    pd_last_words_dead(&core->words, incarnation);
     prefill_pull_source_gone(&core->pulls, incarnation, true);
     prefill_run_step(core, now_ns);
+}
+
+static void prefill_peer_ended(pd_role_core *core, uint64_t incarnation)
+{
+    pd_last_words_dead(&core->words, incarnation);
 }
 
 static void prefill_on_transfer(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns)
@@ -515,6 +519,7 @@ const pd_role_ops prefill_role = {
     .on_transfer = prefill_on_transfer,
     .on_tick = prefill_on_tick,
     .peer_dead = prefill_peer_dead,
+    .peer_ended = prefill_peer_ended,
     .drain = prefill_drain,
     .cancel_all = prefill_cancel_all,
     .idle = prefill_idle,

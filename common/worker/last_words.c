@@ -52,6 +52,10 @@ void pd_last_words_dead(pd_last_words *words, uint64_t receiver)
         if (words->owed[i].receiver == receiver)
             words->owed[i].receiver = 0;
     }
+    for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
+        if (words->said[i].receiver == receiver)
+            words->said[i].tag = 0;
+    }
     for (uint32_t i = 0; i < PD_LAST_WORDS_FORGOTTEN_MAX; i++) {
         if (words->forgotten[i] == receiver)
             words->forgotten[i] = 0;
@@ -235,6 +239,12 @@ bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
         if (words->owed[i].receiver != 0 && !words->owed[i].empty &&
             pd_request_key_equal(&words->owed[i].key, key))
+            return true;
+    }
+    for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
+        /* its link took it along, perhaps: the next one's is to come */
+        if (words->said[i].tag != 0 && pd_request_key_equal(&words->said[i].key, key) &&
+            up_by_tag(words->links, words->said[i].tag) == NULL)
             return true;
     }
     return any_forgotten(words); /* it may be of those */

@@ -11,10 +11,10 @@
 #include "common/worker/links.h"
 
 enum {
-    PD_LAST_WORDS_OWED_MAX = 256,
+    PD_LAST_WORDS_OWED_MAX = 1024,
     PD_LAST_WORDS_SAID_MAX = 256,
     PD_LAST_WORDS_ENDED_MAX = 256,
-    PD_LAST_WORDS_FORGOTTEN_MAX = 64,
+    PD_LAST_WORDS_FORGOTTEN_MAX = 256,
 };
 
 typedef struct pd_last_words {
@@ -61,7 +61,8 @@ void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request
 void pd_last_words_never(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
 /* What is owed to those whose link is up. At each tick. */
 void pd_last_words_retry(pd_last_words *words);
-/* That receiver has ended: nothing is owed to it. */
+/* That receiver's process has ended: nothing is owed to it. Not of one that was only given up: it
+ * may be another router's still, and what was sent to it lands when it goes on. */
 void pd_last_words_dead(pd_last_words *words, uint64_t receiver);
 /* This link has come up. */
 void pd_last_words_pay(pd_last_words *words, const pd_link *link);

@@ -98,6 +98,10 @@ typedef struct pd_role_ops {
      * every notice of it whose bytes landed; once, more often, or not at all. NULL: the role does
      * not care. */
     void (*peer_dead)(pd_role_core *core, uint64_t incarnation, uint64_t now_ns);
+    /* The process of that incarnation has ended, as this host knows: nobody waits there for a word
+     * of ours. Never told of who was only given up, and may read on one day what was sent to it.
+     * NULL: the role does not care. */
+    void (*peer_ended)(pd_role_core *core, uint64_t incarnation);
     /* No new requests from here on. */
     void (*drain)(pd_role_core *core);
     /* Cancels everything, as the routers would. */

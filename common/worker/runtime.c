@@ -331,6 +331,8 @@ static void on_peer_dead(void *ctx, uint64_t incarnation)
 {
     worker *w = ctx;
 
+    if (w->ops->peer_ended != NULL)
+        w->ops->peer_ended(w->core, incarnation);
     fence_off(w, incarnation);
 }
 

@@ -563,6 +563,11 @@ void sim_plane_watch(sim_worker *worker, uint64_t incarnation, uint64_t host)
         schedule_dead(worker, incarnation, PD_NS_PER_MS);
 }
 
+bool sim_plane_has_ended(const sim_worker *worker, uint64_t incarnation)
+{
+    return watches(worker, incarnation) && !lives(worker->world, incarnation);
+}
+
 void sim_plane_given_up(sim_worker *worker, uint64_t incarnation)
 {
     if (!watches(worker, incarnation) || !lives(worker->world, incarnation))

@@ -29,6 +29,8 @@ bool sim_plane_cut(sim_world *world);
 
 /* A peer was announced: on the own host its death will be seen. */
 void sim_plane_watch(sim_worker *worker, uint64_t incarnation, uint64_t host);
+/* As this host knows: that process ended here. */
+bool sim_plane_has_ended(const sim_worker *worker, uint64_t incarnation);
 /* A router has given a peer up: what cannot be watched is fenced off. */
 void sim_plane_given_up(sim_worker *worker, uint64_t incarnation);
 /* Nothing of that incarnation lands here from now on. */

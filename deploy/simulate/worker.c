@@ -331,6 +331,8 @@ void sim_worker_on_peer_dead(sim_worker *worker, uint64_t incarnation, bool fenc
     sim_world *world = worker->world;
 
     if (!fenced) {
+        if (sim_plane_has_ended(worker, incarnation) && worker->ops->peer_ended != NULL)
+            worker->ops->peer_ended(worker->core, incarnation);
         sim_plane_fence(worker, incarnation);
         sim_schedule(world, world->now_ns + PD_NS_PER_MS,
                      (sim_event){.kind = SIM_PEER_DEAD,

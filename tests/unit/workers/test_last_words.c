@@ -142,6 +142,30 @@ static void a_word_that_was_said_is_said_again_when_somebody_asks(void **state)
     teardown(b);
 }
 
+/* The link broke behind it: it may have been lost with bytes that land all the same. */
+static void a_word_that_a_broken_link_took_along_is_owed(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key key = key_of(3);
+    pd_link *link = link_up(b, RECEIVER);
+
+    pd_last_words_abort(&b->words, link, &key);
+    assert_false(pd_last_words_owes(&b->words, &key));
+    pd_links_closed(link);
+    assert_true(pd_last_words_owes(&b->words, &key));
+    assert_true(pd_last_words_say_again(&b->words, &key));
+    assert_int_equal(b->said, 1);
+    link = link_up(b, RECEIVER);
+    pd_last_words_pay(&b->words, link);
+    assert_int_equal(b->said, 2);
+    assert_false(pd_last_words_owes(&b->words, &key));
+    pd_links_closed(link);
+    pd_last_words_dead(&b->words, RECEIVER);
+    assert_false(pd_last_words_say_again(&b->words, &key)); /* nothing lands at what has ended */
+    teardown(b);
+}
+
 static void no_word_is_forgotten_while_there_is_a_place(void **state)
 {
     (void)state;
@@ -249,6 +273,7 @@ int main(void)
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
         cmocka_unit_test(a_word_on_nothing_is_owed_and_nothing_may_land),
         cmocka_unit_test(a_word_that_was_said_is_said_again_when_somebody_asks),
+        cmocka_unit_test(a_word_that_a_broken_link_took_along_is_owed),
         cmocka_unit_test(no_word_is_forgotten_while_there_is_a_place),
         cmocka_unit_test(what_an_open_link_may_write_for_ever_has_no_last_word),
         cmocka_unit_test(the_latest_ends_are_remembered),

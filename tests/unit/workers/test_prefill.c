@@ -475,6 +475,38 @@ static void count_writings(world *w, uint32_t first[WORLD_GROUPS][8],
     }
 }
 
+/* Its router gave the receiver up, which only stands still: what was sent lands when it goes on,
+ * and another router may be waiting for it there. */
+static void what_was_sent_to_a_receiver_that_was_given_up_may_land_until_it_has_ended(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    uint64_t receiver = w->decode.options.incarnation;
+    pd_message gone = {.kind = PD_MSG_PEER_GONE};
+    direct d;
+
+    make_direct(w, &d, 100, 5);
+    send_direct(w, &d);
+    finish_steps(w);
+    while (world_deliver(w)) {
+    }
+    assert_true(last_done(w)->may_land);
+    gone.peer_gone.incarnation = receiver;
+    gone.peer_gone.may_write = true;
+    world_to(w, &w->prefill, &gone);
+    while (world_deliver(w)) {
+    }
+    assert_false(w->link_up);
+    w->prefill.ops->peer_dead(w->prefill.core, receiver, w->now_ns); /* it writes here no more */
+    ship_again(w, &d, 0, 0, 1);
+    assert_int_equal(last_done(w)->status, PD_E_NOT_FOUND);
+    assert_true(last_done(w)->may_land);
+    w->prefill.ops->peer_ended(w->prefill.core, receiver);
+    ship_again(w, &d, 0, 0, 1);
+    assert_false(last_done(w)->may_land);
+    world_destroy(w);
+}
+
 /* Whoever has a notice that says "again" takes it for the last writing. */
 static void the_first_writing_never_says_that_it_is_the_second(void **state)
 {
@@ -637,6 +669,7 @@ int main(void)
         cmocka_unit_test(groups_leave_while_later_ones_are_computed),
         cmocka_unit_test(what_the_carrier_has_no_room_for_leaves_later),
         cmocka_unit_test(an_end_token_first_stops_the_shipping),
+        cmocka_unit_test(what_was_sent_to_a_receiver_that_was_given_up_may_land_until_it_has_ended),
         cmocka_unit_test(the_first_writing_never_says_that_it_is_the_second),
         cmocka_unit_test(what_has_ended_stays_ended),
         cmocka_unit_test(blocks_are_shipped_again_once),
