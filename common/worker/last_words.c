@@ -118,6 +118,7 @@ static void say_abort(pd_last_words *words, const pd_link *link, const pd_reques
     words->said[at].tag = link->tag;
     words->said[at].receiver = link->incarnation;
     words->said[at].key = *key;
+    words->said[at].empty = empty;
     words->said_next = (at + 1) % PD_LAST_WORDS_SAID_MAX;
 }
 
@@ -210,7 +211,7 @@ void pd_last_words_pay(pd_last_words *words, const pd_link *link)
             words->said[i].tag == link->tag)
             continue;
         words->said[i].tag = 0;
-        pd_last_words_abort(words, link, &key);
+        say_abort(words, link, &key, words->said[i].empty);
     }
 }
 
@@ -243,7 +244,8 @@ bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
     }
     for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
         /* its link took it along, perhaps: the next one's is to come */
-        if (words->said[i].tag != 0 && pd_request_key_equal(&words->said[i].key, key) &&
+        if (words->said[i].tag != 0 && !words->said[i].empty &&
+            pd_request_key_equal(&words->said[i].key, key) &&
             up_by_tag(words->links, words->said[i].tag) == NULL)
             return true;
     }
@@ -253,12 +255,15 @@ bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
 bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
-        const pd_link *link =
-            words->said[i].tag == 0 ? NULL : up_by_tag(words->links, words->said[i].tag);
-        if (link == NULL || !pd_request_key_equal(&words->said[i].key, key))
+        if (words->said[i].tag == 0 || words->said[i].empty ||
+            !pd_request_key_equal(&words->said[i].key, key))
             continue;
+        const pd_link *link = up_by_tag(words->links, words->said[i].tag);
         words->said[i].tag = 0; /* it is the next one's */
-        say_abort(words, link, key, false);
+        if (link != NULL)
+            say_abort(words, link, key, false);
+        else /* its link took it along, perhaps, and nobody need make another one */
+            pd_last_words_owe(words, words->said[i].receiver, key);
         return true;
     }
     return pd_last_words_owes(words, key);

@@ -36,6 +36,7 @@ typedef struct pd_last_words {
         uint64_t tag; /* of the link; 0: unused */
         uint64_t receiver;
         pd_request_key key;
+        bool empty;                 /* as above: it may have been said to others than who asks */
     } said[PD_LAST_WORDS_SAID_MAX]; /* the latest: a link that broke may have lost them */
     uint32_t said_next;
     pd_request_key ended[PD_LAST_WORDS_ENDED_MAX]; /* the latest */

@@ -114,6 +114,9 @@ static void a_word_on_nothing_is_owed_and_nothing_may_land(void **state)
     pd_last_words_retry(&b->words);
     assert_int_equal(b->said, 1);
     assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
+    /* who asks may be another one, whom it never reaches */
+    assert_false(pd_last_words_say_again(&b->words, &key));
+    assert_int_equal(b->said, 1);
     teardown(b);
 }
 
@@ -154,8 +157,10 @@ static void a_word_that_a_broken_link_took_along_is_owed(void **state)
     assert_false(pd_last_words_owes(&b->words, &key));
     pd_links_closed(link);
     assert_true(pd_last_words_owes(&b->words, &key));
+    assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
     assert_true(pd_last_words_say_again(&b->words, &key));
     assert_int_equal(b->said, 1);
+    assert_true(pd_last_words_owes_to(&b->words, RECEIVER)); /* for it a link is made */
     link = link_up(b, RECEIVER);
     pd_last_words_pay(&b->words, link);
     assert_int_equal(b->said, 2);
