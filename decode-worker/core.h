@@ -7,7 +7,7 @@
 #include "common/worker/source.h"
 #include "common/worker/token_batch.h"
 #include "decode-worker/admit.h"
-#include "decode-worker/senders.h"
+#include "common/worker/writers.h"
 
 struct pd_role_core {
     pd_role_options options;
@@ -21,7 +21,7 @@ struct pd_role_core {
     pd_lander lander;
     decode_sequence *sequences; /* list of all, quarantined ones included */
     uint32_t live;              /* of them, not given up */
-    decode_senders senders;
+    pd_writers writers;
     decode_room room;
     pd_links links; /* to whom blocks are shipped, on demand */
     pd_last_words words;

@@ -414,7 +414,7 @@ static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, ui
         refusal_out->reason = "the worker is draining";
         return PD_E_OVERLOAD;
     }
-    if (decode_senders_is_dead(&core->senders, asked->sender.incarnation)) {
+    if (pd_writers_is_dead(&core->writers, asked->sender.incarnation)) {
         /* the router believes in a peer that is gone */
         pd_log_req_warn(asked->id, "msg=\"lease refused: its sender is gone\" sender=%s",
                         asked->sender.name);
@@ -446,7 +446,7 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
         core->counters.refused++;
         say_no_lease(core, &asked->key, asked->id, status, &refusal);
         if (status == PD_E_PEER)
-            decode_senders_say_fenced(&core->senders, &core->sink, asked->key.router,
+            pd_writers_say_fenced(&core->writers, &core->sink, asked->key.router,
                                       asked->sender.name, asked->sender.incarnation);
         return;
     }
@@ -644,8 +644,8 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     case PD_MSG_RELEASE: on_release(core, &message->release, now_ns); break;
     case PD_MSG_AUDIT: on_audit(core, router, &message->audit); break;
     case PD_MSG_PEER_UP:
-        decode_senders_welcome(&core->senders, &message->peer_up);
-        decode_senders_say_fenced(&core->senders, &core->sink, router, message->peer_up.name,
+        pd_writers_welcome(&core->writers, &message->peer_up);
+        pd_writers_say_fenced(&core->writers, &core->sink, router, message->peer_up.name,
                                   message->peer_up.incarnation);
         break;
     case PD_MSG_PEER_GONE: decode_landing_peer_gone(core, &message->peer_gone, now_ns); break;

@@ -173,14 +173,14 @@ static void sender_dead(pd_role_core *core, uint64_t incarnation)
 void decode_landing_peer_dead(pd_role_core *core, uint64_t incarnation, uint64_t now_ns)
 {
     (void)now_ns;
-    decode_senders_refuse(&core->senders, incarnation, true);
+    pd_writers_refuse(&core->writers, incarnation, true);
     sender_dead(core, incarnation);
 }
 
 void decode_landing_peer_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64_t now_ns)
 {
     pd_source_peer_gone(&core->source, peer->incarnation, now_ns);
-    decode_senders_refuse(&core->senders, peer->incarnation, false);
+    pd_writers_refuse(&core->writers, peer->incarnation, false);
     if (!peer->may_write) {
         sender_dead(core, peer->incarnation);
         return;

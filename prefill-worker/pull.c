@@ -132,7 +132,8 @@ bool prefill_pull_begin(prefill_pulls *pulls, prefill_request *r, uint64_t now_n
 
     end = end < r->hashes_count ? end : r->hashes_count;
     end = end < r->pull_blocks ? end : r->pull_blocks;
-    if (r->pull_blocks == 0 || r->pull_from.incarnation == 0 || !pulls->options->prefix_cache)
+    if (r->pull_blocks == 0 || r->pull_from.incarnation == 0 || !pulls->options->prefix_cache ||
+        pd_writers_is_ended(&pulls->writers, r->pull_from.incarnation))
         return false;
     r->pull_blocks = 0; /* one try */
     uint32_t held = pd_prefix_cache_pin(cache, r->hashes, end, PD_CLAIM_RUNNING, r->blocks);
@@ -304,6 +305,8 @@ void prefill_pull_on_checked(prefill_pulls *pulls, const pd_checked *checked)
 
 void prefill_pull_source_gone(prefill_pulls *pulls, uint64_t incarnation, bool dead)
 {
+    if (dead)
+        pd_writers_refuse(&pulls->writers, incarnation, true);
     for (prefill_pull *pull = pulls->head, *next; pull != NULL; pull = next) {
         next = pull->next;
         if (incarnation == 0 || pull->lease->prefill != incarnation)

@@ -14,6 +14,7 @@
 #include "common/worker/blocks.h"
 #include "common/worker/land.h"
 #include "common/worker/links.h"
+#include "common/worker/writers.h"
 #include "prefill-worker/request.h"
 
 /* Pulls under way and quarantined: with more a prompt is computed. */
@@ -28,6 +29,7 @@ typedef struct prefill_pulls {
     pd_role_counters *counters;
     pd_lease_table *leases;
     pd_lander lander;
+    pd_writers writers; /* whose writes are fenced off: nothing is pulled from them */
     prefill_pull *head; /* of all, quarantined ones included */
 } prefill_pulls;
 
