@@ -184,6 +184,25 @@ static void what_is_here_already_is_not_pulled(void **state)
     world_destroy(w);
 }
 
+/* Whatever it ships is dropped, its last word too. */
+static void nothing_is_pulled_from_who_is_fenced_off(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .seals = true});
+    uint32_t prompt[PROMPT];
+
+    for (uint32_t i = 0; i < PROMPT; i++)
+        prompt[i] = i * 3 % WORLD_VOCAB;
+    w->prefill.ops->peer_dead(w->prefill.core, SOURCE, w->now_ns);
+    world_request *r = ask_pulling(w, prompt, 1000);
+    assert_non_null(w->prefill.running);
+    assert_int_equal(ledger(w).leased + ledger(w).quarantined, 0);
+    assert_true(world_settle(w));
+    assert_int_equal(r->phase, WORLD_FINISHED);
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
 static void others_run_while_a_prompt_waits(void **state)
 {
     (void)state;
@@ -410,6 +429,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_was_pulled_is_not_computed),
         cmocka_unit_test(what_is_here_already_is_not_pulled),
+        cmocka_unit_test(nothing_is_pulled_from_who_is_fenced_off),
         cmocka_unit_test(others_run_while_a_prompt_waits),
         cmocka_unit_test(a_bad_block_is_asked_for_once_more),
         cmocka_unit_test(without_its_source_a_prompt_is_computed),
