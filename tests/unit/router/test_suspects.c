@@ -605,6 +605,35 @@ static void who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed(void **s
     world_free(w);
 }
 
+/* Nobody else was there: however long it had run, it is the first to be suspected. */
+static void who_was_alone_waits_for_its_turn(void **state)
+{
+    (void)state;
+    world *w = one_to_one(38);
+    uint32_t second = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    answer *b = ask(w, 40, 1000);
+    begin_to_run(w, b);
+    assert_int_equal(place_of(w, b), 1);
+    wait_ms(w, 5);
+    w->fake.workers[1].free = 0; /* so that the next one is alone elsewhere */
+    answer *a = ask(w, 40, 1000);
+    wait_for_token(w, a, 20);
+    assert_int_equal(place_of(w, a), second);
+    end_process(w, second);
+    end_process(w, 1);
+    w->fake.workers[1].free = 512;
+    fake_restart(&w->fake, 1);
+    begin_to_run(w, b);
+    stall(w, 1, true); /* it stays a suspect */
+    wait_ms(w, 300);   /* less than lost_after */
+    assert_int_equal(place_of(w, a), UINT32_MAX);
+    assert_int_equal(counters_of(w).queued, 1);
+    stall(w, 1, false);
+    wait_ms(w, 5000);
+    assert_whole(w, a);
+    world_free(w);
+}
+
 /* A third one, whose turn has ended: of the two that met twice none comes beside it. */
 static void whose_turn_has_ended_does_not_come_beside_one_that_stays_apart(void **state)
 {
@@ -665,6 +694,7 @@ int main(void)
         cmocka_unit_test(who_let_it_go_and_said_so_did_not_die_of_it),
         cmocka_unit_test(a_suspended_suspect_does_not_move),
         cmocka_unit_test(who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed),
+        cmocka_unit_test(who_was_alone_waits_for_its_turn),
         cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
     };
     pd_log_init("test", PD_LOG_ERROR);

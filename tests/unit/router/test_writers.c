@@ -263,6 +263,103 @@ static void only_the_sources_own_word_ends_what_was_pulled_for_a_request_that_le
     world_free(w);
 }
 
+/* It would be written to where nothing was leased for it. */
+static void a_source_is_asked_for_no_more_blocks_than_were_offered(void **state)
+{
+    (void)state;
+    world *w = one_to_one(113);
+    store_prompt(w, 1, 1, 20);
+    w->fake.lose[PD_MSG_PREFILL_STARTED] = 1; /* the one that it says by itself */
+    answer *a = ask(w, 320, 20);
+    until_sent(w, PD_MSG_PREFILL_REQUEST);
+    wait_ms(w, 3);
+    const fake_worker *prefill = &w->fake.workers[0];
+    pd_block blocks[20] = {0};
+    pd_message started = {.kind = PD_MSG_PREFILL_STARTED,
+                          .prefill_started = {.key = prefill->last_prefill.key,
+                                              .pull_blocks = blocks,
+                                              .pull_blocks_count = 20}};
+    assert_int_equal(prefill->last_prefill.pull_blocks, 19);
+    assert_int_equal(w->fake.sent[PD_MSG_SHIP_REQUEST], 0);
+    say(w, 0, &started);
+    assert_int_equal(w->fake.sent[PD_MSG_SHIP_REQUEST], 0);
+    assert_int_equal(w->fake.sent[PD_MSG_PULL_END], 1);
+    leave(w, a);
+    world_free(w);
+}
+
+/* ---- prompts ---- */
+
+/* Blocks beyond the lease, or none for some of the prompt; the last one is partial: nobody can hold
+ * it. */
+static void targets_are_passed_on_only_of_a_lease_that_fits(void **state)
+{
+    (void)state;
+    static const struct {
+        uint32_t held, count;
+        bool fits;
+    } replies[] = {{0, 26, true},  {5, 21, true},  {25, 1, true},  {0, 25, false},
+                   {0, 27, false}, {26, 0, false}, {5, 26, false}, {UINT32_MAX, 27, false}};
+    for (uint32_t i = 0; i < sizeof replies / sizeof replies[0]; i++) {
+        world *w = one_to_one(114);
+        pd_block blocks[32] = {0};
+        answer *a = ask(w, 410, 20);
+        until_sent(w, PD_MSG_BIND);
+        const pd_message reply = {.kind = PD_MSG_LEASE_REPLY,
+                                  .lease_reply = {.key = w->fake.workers[0].last_prefill.key,
+                                                  .bound = true,
+                                                  .held_blocks = replies[i].held,
+                                                  .blocks = blocks,
+                                                  .blocks_count = replies[i].count}};
+        say(w, 1, &reply);
+        assert_int_equal(w->fake.sent[PD_MSG_TARGETS], replies[i].fits);
+        assert_int_equal(counters_of(w).retried, !replies[i].fits);
+        leave(w, a);
+        world_free(w);
+    }
+}
+
+static void a_cancel_while_its_blocks_are_shipped_waits_for_the_last_word(void **state)
+{
+    (void)state;
+    for (int which = 0; which < 4; which++) {
+        world *w = one_to_one(115);
+        answer *a = ask(w, 40, 20);
+        until_sent(w, PD_MSG_TARGETS);
+        const pd_request_key key = w->fake.workers[0].last_prefill.key;
+        const pd_message again = {.kind = PD_MSG_REFETCH, .refetch = {.key = key, .count = 1}};
+        const pd_message done = {.kind = PD_MSG_PREFILL_DONE,
+                                 .prefill_done = {.key = key, .again = which == 3}};
+        if (which >= 2) { /* it is to write a block once more, and may not have heard so */
+            say(w, 1, &again);
+            assert_int_equal(w->fake.sent[PD_MSG_SHIP_AGAIN], 1);
+        }
+        if (which > 0)
+            say(w, 0, &done);
+        leave(w, a);
+        wait_ms(w, 5);
+        assert_int_equal(w->fake.workers[1].cancels, 1);
+        assert_int_equal(w->fake.workers[1].last_cancel.unwritten, which == 1 || which == 3);
+        world_free(w);
+    }
+}
+
+/* They are what a lost block is fetched from again; over a slow link that is long after the prompt
+ * was computed. */
+static void copies_are_held_for_as_long_as_the_request_may_take(void **state)
+{
+    (void)state;
+    world *w = one_to_one(116);
+    answer *a = ask(w, 40, 20);
+    wait_for_token(w, a, 0);
+    const pd_msg_prefill_request *asked = &w->fake.workers[0].last_prefill;
+    assert_in_range(asked->deadline_ms, 1, 2000);
+    assert_in_range(asked->hold_ms, 19000, 20000); /* total_ns */
+    wait_ms(w, 500);
+    assert_whole(w, a);
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -273,6 +370,10 @@ int main(void)
         cmocka_unit_test(a_prompt_whose_source_fails_hears_whether_its_bytes_may_land),
         cmocka_unit_test(a_cancel_while_it_pulls_waits_for_the_sources_last_word),
         cmocka_unit_test(only_the_sources_own_word_ends_what_was_pulled_for_a_request_that_left),
+        cmocka_unit_test(a_source_is_asked_for_no_more_blocks_than_were_offered),
+        cmocka_unit_test(targets_are_passed_on_only_of_a_lease_that_fits),
+        cmocka_unit_test(a_cancel_while_its_blocks_are_shipped_waits_for_the_last_word),
+        cmocka_unit_test(copies_are_held_for_as_long_as_the_request_may_take),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
