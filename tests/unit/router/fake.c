@@ -762,6 +762,7 @@ static void on_audit(fake *f, uint32_t i, const pd_msg_audit *audit)
 static void on_pull_end(fake *f, uint32_t i, const pd_msg_pull_end *end)
 {
     f->workers[i].pull_ends++;
+    f->workers[i].last_pull_end = *end;
     push(f, f->now_ns + PD_NS_PER_MS, PREFILLED, i)->key = end->key;
 }
 
@@ -838,8 +839,10 @@ static void on_worker_message(fake *f, uint32_t i, const pd_message *message)
     w->cancels += message->kind == PD_MSG_CANCEL;
     w->kept += message->kind == PD_MSG_CANCEL && message->cancel.keep;
     w->unwritten += message->kind == PD_MSG_CANCEL && message->cancel.unwritten;
-    if (message->kind == PD_MSG_CANCEL)
+    if (message->kind == PD_MSG_CANCEL) {
         w->unwritten_by = message->cancel.source;
+        w->last_cancel = message->cancel;
+    }
     if (w->deaf && (message->kind == PD_MSG_LEASE_REQUEST || message->kind == PD_MSG_DECODE_START ||
                     message->kind == PD_MSG_PREFILL_REQUEST))
         return;

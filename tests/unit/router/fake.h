@@ -73,6 +73,8 @@ typedef struct fake_worker {
     pd_msg_decode_start last_start;
     pd_msg_ship_request last_ship;
     pd_msg_ship_again last_again;
+    pd_msg_cancel last_cancel;
+    pd_msg_pull_end last_pull_end;
     pd_hash128 last_hash;   /* the last one of the prefill request */
     uint32_t started_again; /* starts of a sequence that runs */
     char refusal[PD_REASON_BYTES];

@@ -264,6 +264,50 @@ static void a_cut_writers_last_word_frees_nothing(void **state)
     }
 }
 
+/* A worker says one token of it. */
+static void say_token(world *w, uint32_t worker, const pd_request_key *key, uint32_t index,
+                      uint32_t token)
+{
+    const fake_worker *from = &w->fake.workers[worker];
+    const pd_step_token one = {.key = *key, .index = index, .token = token};
+    pd_message message = {
+        .kind = PD_MSG_STEP_TOKENS,
+        .step_tokens = {
+            .incarnation = from->incarnation, .step_ms = 1, .tokens = &one, .tokens_count = 1}};
+    memcpy(message.step_tokens.name, from->name, sizeof from->name);
+    router_core_on_message(w->fake.core, NULL, &message, w->fake.now_ns);
+}
+
+/* The answer is that of one attempt at a time, from the worker that has it. */
+static void a_token_of_another_worker_or_attempt_is_none(void **state)
+{
+    (void)state;
+    world *w = one_to_one(21);
+    fake_lease *lease = &w->fake.workers[1].leases[0];
+    answer *a = ask(w, 40, 100);
+    wait_for_token(w, a, 20);
+    lease->stalled = true;
+    wait_ms(w, 5); /* no token of it is under way */
+    const pd_request_key key = lease->key;
+    uint64_t dropped = counters_of(w).tokens_dropped;
+    uint32_t had = a->next, wrong = 950;
+    say_token(w, 0, &key, had, wrong); /* the prefill worker, which made the first one */
+    assert_int_equal(counters_of(w).tokens_dropped, dropped + 1);
+    assert_int_equal(a->next, had);
+    say_token(w, 1, &key, had + 2, wrong); /* it waits for the two before */
+    assert_int_equal(counters_of(w).tokens_dropped, dropped + 1);
+    w->fake.decode_status = PD_E_IO;
+    lease->stalled = false;
+    while (counters_of(w).retried == 0)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    w->fake.decode_status = PD_OK;
+    say_token(w, 1, &key, had, wrong);
+    assert_int_equal(counters_of(w).tokens_dropped, dropped + 2);
+    wait_ms(w, 500); /* every token is compared as it comes */
+    assert_whole(w, a);
+    world_free(w);
+}
+
 /* While the router stops: what waits for workers that all leave ends at once, the rest when told.
  */
 static void a_stop_ends_what_waits_for_workers_that_leave(void **state)
@@ -667,6 +711,7 @@ int main(void)
         cmocka_unit_test(a_lost_prefill_worker_is_survived_before_the_first_token),
         cmocka_unit_test(a_lost_writer_is_not_called_silent),
         cmocka_unit_test(a_cut_writers_last_word_frees_nothing),
+        cmocka_unit_test(a_token_of_another_worker_or_attempt_is_none),
         cmocka_unit_test(a_stop_ends_what_waits_for_workers_that_leave),
         cmocka_unit_test(a_prefill_worker_that_decode_takes_for_dead_is_avoided),
         cmocka_unit_test(cancel_in_every_state_frees_everything),

@@ -253,16 +253,19 @@ static void a_pool_that_stays_away_is_a_503_with_retry_after(void **state)
 static void a_new_session_is_a_retry_at_once(void **state)
 {
     (void)state;
-    for (uint32_t which = 0; which < 2; which++) {
+    for (uint32_t which = 0; which < 3; which++) {
         world *w = one_to_one(46);
         answer *a = ask(w, 40, 100);
         if (which == 0) {
             while (w->fake.workers[0].prefills == 0)
                 fake_run(&w->fake, w->fake.now_ns + 100000);
-        } else {
+        } else if (which == 1) {
             wait_for_token(w, a, 20);
+        } else { /* it has made the first token, and its blocks are still to be shipped */
+            w->fake.lose[PD_MSG_TARGETS] = 1;
+            wait_for_token(w, a, 0);
         }
-        fake_new_session(&w->fake, which);
+        fake_new_session(&w->fake, which % 2);
         wait_ms(w, 400); /* its next heartbeat, and the rest of the answer */
         assert_whole(w, a);
         assert_int_equal(counters_of(w).retries[ROUTER_RETRY_SESSION], 1);

@@ -45,11 +45,11 @@ static void bring_down(world *w, uint32_t worker)
 }
 
 /* A world with one decode worker that dies with both. */
-static world *world_of_two_suspects(uint64_t seed, answer **a, answer **b)
+static world *world_of_two_with(uint64_t seed, uint32_t prompt, answer **a, answer **b)
 {
     world *w = one_to_one(seed);
-    *a = ask(w, 40, 3000);
-    *b = ask(w, 40, 300);
+    *a = ask(w, prompt, 3000);
+    *b = ask(w, prompt, 300);
     begin_to_run(w, *a);
     if ((*b)->next < 2)
         begin_to_run(w, *b);
@@ -57,6 +57,11 @@ static world *world_of_two_suspects(uint64_t seed, answer **a, answer **b)
     assert_in_range((*b)->next, 2, 7);
     bring_down(w, 1);
     return w;
+}
+
+static world *world_of_two_suspects(uint64_t seed, answer **a, answer **b)
+{
+    return world_of_two_with(seed, 40, a, b);
 }
 
 static void who_was_in_one_death_with_another_is_not_taken_for_it(void **state)
@@ -373,6 +378,300 @@ static void who_had_run_in_company_does_not_wait(void **state)
     world_free(w);
 }
 
+/* Its process is seen to end: the router knows soon, well before lost_after. */
+static void end_process(world *w, uint32_t worker)
+{
+    uint64_t lost = counters_of(w).workers_lost;
+    fake_kill(&w->fake, worker);
+    router_core_on_worker_dead(w->fake.core, w->fake.workers[worker].incarnation, w->fake.now_ns);
+    for (int i = 0; i < 400 && counters_of(w).workers_lost == lost; i++)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    assert_int_equal(counters_of(w).workers_lost, lost + 1);
+}
+
+/* Its decode worker fails it by a message, and is well. */
+static void fail_there(world *w, const answer *a)
+{
+    uint32_t place = place_of(w, a);
+    w->fake.decode_status = PD_E_IO;
+    for (int i = 0; i < 40000 && place_of(w, a) == place; i++)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    w->fake.decode_status = PD_OK;
+    assert_int_not_equal(place_of(w, a), place);
+}
+
+/* They have leases there, and make no tokens any more. */
+static void stall(world *w, uint32_t worker, bool stalled)
+{
+    for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++)
+        w->fake.workers[worker].leases[n].stalled = stalled;
+}
+
+/* A worker that failed it a moment before it became a suspect may be dying of it: it is no place
+ * for another suspect until that is known. */
+static void whom_a_suspect_left_before_it_was_one_stays_free_of_others(void **state)
+{
+    (void)state;
+    world *w = one_to_one(31);
+    answer *a = ask(w, 40, 3000);
+    begin_to_run(w, a);
+    uint32_t second = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 5);
+    fail_there(w, a);
+    uint64_t left_ns = w->fake.now_ns;
+    begin_to_run(w, a);
+    w->fake.workers[1].free = 0; /* so that the next one goes to the second, too */
+    answer *b = ask(w, 40, 300);
+    begin_to_run(w, b);
+    assert_int_equal(place_of(w, a), second);
+    assert_int_equal(place_of(w, b), second);
+    stall(w, second, true); /* it has only begun, and so it waits for its turn */
+    w->fake.workers[1].free = 512;
+    uint32_t third = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 5);
+    end_process(w, second);
+    begin_to_run(w, a);
+    assert_int_equal(place_of(w, a), third);
+    stall(w, third, true); /* it stays a suspect */
+    fake_run(&w->fake, left_ns + 450 * PD_NS_PER_MS);
+    assert_int_equal(place_of(w, b), UINT32_MAX);
+    assert_int_equal(counters_of(w).queued, 1);
+    begin_to_run(w, b); /* it has outlived that */
+    assert_int_equal(place_of(w, b), 1);
+    stall(w, third, false);
+    wait_ms(w, 5000);
+    assert_int_equal(counters_of(w).suspects, 0);
+    assert_whole(w, b);
+    world_free(w);
+}
+
+/* Its client left while it was computed: its worker may die of it yet. */
+static void where_a_suspect_ended_early_stays_free_of_others(void **state)
+{
+    (void)state;
+    answer *a, *b;
+    world *w = world_of_two_suspects(32, &a, &b);
+    uint32_t had_a = a->next, had_b = b->next;
+    fake_restart(&w->fake, 1);
+    for (int i = 0; i < 40000 && a->next < had_a + 2 && b->next < had_b + 2; i++)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    answer *first = a->next > had_a ? a : b, *other = first == a ? b : a;
+    first->cancelled = true;
+    router_core_cancel(w->fake.core, first->handle, w->fake.now_ns);
+    wait_ms(w, 300);
+    assert_int_equal(place_of(w, other), UINT32_MAX);
+    assert_int_equal(counters_of(w).queued, 1);
+    wait_ms(w, 300); /* it has waited for lost_after */
+    assert_int_equal(place_of(w, other), 1);
+    wait_ms(w, 5000);
+    assert_whole(w, other);
+    world_free(w);
+}
+
+/* A worker that it left a moment before its second death dies in turn: nobody else is to be taken
+ * for the cause. */
+static void a_conviction_explains_the_death_of_whom_it_had_just_left(void **state)
+{
+    (void)state;
+    world *w = one_to_one(33);
+    answer *a = ask(w, 40, 3000);
+    begin_to_run(w, a);
+    end_process(w, 1);
+    fake_restart(&w->fake, 1);
+    begin_to_run(w, a);
+    uint32_t last = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 5);
+    fail_there(w, a);
+    begin_to_run(w, a);
+    assert_int_equal(place_of(w, a), last);
+    end_process(w, last);
+    assert_string_equal(a->code, "request_suspect");
+    answer *b = ask(w, 40, 3000);
+    begin_to_run(w, b);
+    assert_int_equal(place_of(w, b), 1);
+    end_process(w, 1); /* as the other one left it */
+    fake_restart(&w->fake, 1);
+    begin_to_run(w, b);
+    end_process(w, 1); /* its first */
+    fake_restart(&w->fake, 1);
+    wait_ms(w, 5000);
+    assert_int_equal(counters_of(w).suspects, 1);
+    assert_whole(w, b);
+    world_free(w);
+}
+
+/* A prefill worker that was told to let it go, and has said that it did, dies of something else. */
+static void who_let_it_go_and_said_so_did_not_die_of_it(void **state)
+{
+    (void)state;
+    for (int heard = 0; heard < 2; heard++) {
+        answer *a;
+        world *w = world_of_one(34, 1, 1, &a);
+        w->fake.lose[PD_MSG_TARGETS] = 1; /* its prompt is computed, and what it ships waits */
+        wait_for_token(w, a, 0);
+        fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+        w->fake.workers[0].queue_ms = 10000;
+        wait_ms(w, 150);
+        w->fake.lose[PD_MSG_PREFILL_DONE] = heard == 0;
+        fake_new_session(&w->fake, 1);
+        wait_ms(w, 20);
+        assert_int_equal(counters_of(w).retried, 1);
+        end_process(w, 0);
+        begin_to_run(w, a);
+        end_process(w, 1);
+        fake_restart(&w->fake, 1);
+        wait_ms(w, 6000);
+        if (heard) {
+            assert_int_equal(counters_of(w).suspects, 0);
+            assert_whole(w, a);
+        } else { /* it may have died before it could say so */
+            assert_string_equal(a->code, "request_suspect");
+        }
+        world_free(w);
+    }
+}
+
+/* It stands still for want of room: no token of it is under way any more. */
+static void suspend(world *w, uint32_t worker, const answer *a)
+{
+    fake_worker *place = &w->fake.workers[worker];
+    stall(w, worker, true);
+    wait_ms(w, 5);
+    for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++) {
+        fake_lease *lease = &place->leases[n];
+        if (lease->blocks == 0 || lease->prompt_first != a->first)
+            continue;
+        lease->suspended = true;
+        pd_message message = {.kind = PD_MSG_SUSPENDED,
+                              .suspended = {.key = lease->key,
+                                            .answered = lease->next,
+                                            .kv_tokens = lease->prompt_tokens + lease->next - 1,
+                                            .blocks = lease->blocks}};
+        router_core_on_message(w->fake.core, place->identity, &message, w->fake.now_ns);
+    }
+    stall(w, worker, false);
+}
+
+/* Beside the other one it could not be told from it at the next death. */
+static void a_suspended_suspect_does_not_move(void **state)
+{
+    (void)state;
+    for (int suspects = 0; suspects < 2; suspects++) {
+        answer *a, *b;
+        world *w = world_of_two_with(35, 400, &a, &b); /* not cheap to compute again */
+        fake_restart(&w->fake, 1);
+        fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        begin_to_run(w, a);
+        if (suspects == 0) /* nobody died of it here: it is none any more */
+            wait_for_token(w, a, a->next + 80);
+        uint32_t place = place_of(w, a);
+        uint32_t had = w->fake.sent[PD_MSG_SHIP_REQUEST];
+        suspend(w, place, a);
+        wait_ms(w, 10);
+        assert_int_equal(counters_of(w).suspended, 1);
+        assert_int_equal(counters_of(w).gave_way, suspects);
+        assert_int_equal(counters_of(w).moves, 1 - suspects);
+        assert_int_equal(w->fake.sent[PD_MSG_SHIP_REQUEST], had + 1 - suspects);
+        wait_ms(w, 6000);
+        assert_int_equal(counters_of(w).suspects, 0);
+        assert_whole(w, a);
+        world_free(w);
+    }
+}
+
+/* Where one is known to have been computed, what was still on its way in did not kill. */
+static void who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed(void **state)
+{
+    (void)state;
+    world *w = one_to_one(36);
+    answer *a = ask(w, 40, 3000);
+    begin_to_run(w, a);
+    w->fake.lose[PD_MSG_TARGETS] = 1;
+    answer *b = ask(w, 40, 3000);
+    wait_for_token(w, b, 0);
+    end_process(w, 1);
+    assert_int_equal(counters_of(w).retried, 2);
+    a->cancelled = true;
+    router_core_cancel(w->fake.core, a->handle, w->fake.now_ns);
+    for (int i = 0; i < 2; i++) { /* then its own first death */
+        fake_restart(&w->fake, 1);
+        begin_to_run(w, b);
+        if (i == 0)
+            end_process(w, 1);
+    }
+    wait_ms(w, 6000);
+    assert_int_equal(counters_of(w).suspects, 0);
+    assert_whole(w, b);
+    world_free(w);
+}
+
+/* Nobody else was there: however long it had run, it is the first to be suspected. */
+static void who_was_alone_waits_for_its_turn(void **state)
+{
+    (void)state;
+    world *w = one_to_one(38);
+    uint32_t second = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    answer *b = ask(w, 40, 1000);
+    begin_to_run(w, b);
+    assert_int_equal(place_of(w, b), 1);
+    wait_ms(w, 5);
+    w->fake.workers[1].free = 0; /* so that the next one is alone elsewhere */
+    answer *a = ask(w, 40, 1000);
+    wait_for_token(w, a, 20);
+    assert_int_equal(place_of(w, a), second);
+    end_process(w, second);
+    end_process(w, 1);
+    w->fake.workers[1].free = 512;
+    fake_restart(&w->fake, 1);
+    begin_to_run(w, b);
+    stall(w, 1, true); /* it stays a suspect */
+    wait_ms(w, 300);   /* less than lost_after */
+    assert_int_equal(place_of(w, a), UINT32_MAX);
+    assert_int_equal(counters_of(w).queued, 1);
+    stall(w, 1, false);
+    wait_ms(w, 5000);
+    assert_whole(w, a);
+    world_free(w);
+}
+
+/* A third one, whose turn has ended: of the two that met twice none comes beside it. */
+static void whose_turn_has_ended_does_not_come_beside_one_that_stays_apart(void **state)
+{
+    (void)state;
+    world *w = one_to_one(37);
+    answer *c = ask(w, 40, 1000); /* it has run in company, and does not wait */
+    wait_for_token(w, c, 12);
+    answer *a = ask_with(w, 40, 1000, 1), *b = ask_with(w, 40, 1000, 1);
+    begin_to_run(w, a);
+    if (b->next < 2)
+        begin_to_run(w, b);
+    end_process(w, 1);
+    fake_restart(&w->fake, 1);
+    /* All three meet again: c at once, the second of the others when its turn has ended. */
+    for (int i = 0; i < 800; i++) {
+        stall(w, 1, true);
+        wait_ms(w, 1);
+    }
+    assert_int_equal(counters_of(w).queued, 0);
+    stall(w, 1, false);
+    wait_ms(w, 5);
+    end_process(w, 1);
+    assert_int_equal(counters_of(w).suspects, 0);
+    fake_restart(&w->fake, 1);
+    for (int i = 0; i < 800; i++) { /* the first one that keeps its distance for ever is there */
+        stall(w, 1, true);
+        wait_ms(w, 1);
+    }
+    assert_int_equal(place_of(w, a) == 1 || place_of(w, b) == 1, 1);
+    assert_int_equal(place_of(w, c), UINT32_MAX);
+    assert_int_equal(counters_of(w).queued, 2);
+    stall(w, 1, false);
+    wait_ms(w, 8000);
+    assert_int_equal(counters_of(w).suspects, 0);
+    assert_whole(w, c);
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -389,6 +688,14 @@ int main(void)
         cmocka_unit_test(a_prefill_worker_that_dies_unheard_counts),
         cmocka_unit_test(a_conviction_excuses_no_later_death),
         cmocka_unit_test(who_had_run_in_company_does_not_wait),
+        cmocka_unit_test(whom_a_suspect_left_before_it_was_one_stays_free_of_others),
+        cmocka_unit_test(where_a_suspect_ended_early_stays_free_of_others),
+        cmocka_unit_test(a_conviction_explains_the_death_of_whom_it_had_just_left),
+        cmocka_unit_test(who_let_it_go_and_said_so_did_not_die_of_it),
+        cmocka_unit_test(a_suspended_suspect_does_not_move),
+        cmocka_unit_test(who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed),
+        cmocka_unit_test(who_was_alone_waits_for_its_turn),
+        cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -28,6 +28,7 @@ typedef struct pair {
     pd_shipper *shipper;
     pd_peer peer;
     uint64_t notices, aborts, sent; /* seen so far */
+    uint64_t behind[2];             /* notices when the last abort of router 1 and 2 came */
     pd_transfer_event last_sent;
 } pair;
 
@@ -171,6 +172,8 @@ static void turn(pair *p, const pd_block *targets)
         assert_int_equal(notice.receiver, RECEIVER);
         p->notices++;
         p->aborts += notice.kind == PD_NOTICE_ABORT;
+        if (notice.kind == PD_NOTICE_ABORT && (notice.key.router == 1 || notice.key.router == 2))
+            p->behind[notice.key.router - 1] = p->notices;
         if (targets != NULL && notice.kind == PD_NOTICE_BLOCKS)
             assert_int_equal(wrong_blocks(p, &notice, targets), 0);
     }
@@ -456,6 +459,79 @@ static void an_abort_comes_after_what_was_asked_for_before(void **state)
     pair_end(p);
 }
 
+typedef struct late_sealer {
+    pd_sealer sealer;
+    bool waits;
+} late_sealer;
+
+static pd_status seal_late(void *ctx, const pd_seal_item *items, uint32_t count, uint64_t *out)
+{
+    const late_sealer *late = ctx;
+
+    return late->waits ? PD_E_OVERLOAD : late->sealer.seal(late->sealer.ctx, items, count, out);
+}
+
+/* Its puts have left already, and its notice has not: that nothing is written any more is not so.
+ */
+static void an_abort_comes_after_the_part_that_is_being_posted(void **state)
+{
+    late_sealer late = {.waits = true};
+    pair *p = pair_make(*state, &(pd_shipper_options){.sealer = {.ctx = &late, .seal = seal_late}});
+    static pd_block blocks[4] = {0, 1, 2, 3};
+
+    late.sealer = pd_host_sealer(&p->pool);
+    pd_shipment s = shipment_of(p, 3, blocks, blocks, 4);
+    assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    turn(p, blocks);
+    for (uint64_t number = 0; number < 4; number += 3) { /* of its router, and of itself */
+        const pd_notice abort = {.kind = PD_NOTICE_ABORT,
+                                 .key = {.router = 1, .number = number, .epoch = 3},
+                                 .sender = SENDER,
+                                 .receiver = RECEIVER};
+        assert_int_equal(pd_ship_notify(p->shipper, p->peer, &abort), PD_OK);
+    }
+    for (int i = 0; i < 20; i++, usleep(1000))
+        turn(p, blocks);
+    assert_true(p->notices == 0 && p->sent == 0);
+    late.waits = false;
+    until_sent(p, 3, blocks);
+    uint64_t end_ns = pd_clock_now_ns() + 20 * PD_NS_PER_S;
+    while (p->aborts < 2 && pd_clock_now_ns() < end_ns)
+        turn(p, blocks);
+    assert_true(p->aborts == 2 && p->behind[0] == p->notices);
+    pair_end(p);
+}
+
+/* Its receivers take all that they leased for that router back: no block of any request of it may
+ * come behind. */
+static void a_word_on_a_router_comes_after_all_requests_of_it(void **state)
+{
+    pair *p = pair_make_sealed(
+        *state, &(pd_shipper_options){.quantum_bytes = 64 << 10, .credit_bytes = 64 << 10});
+    static pd_block blocks[100];
+
+    for (uint32_t i = 0; i < 100; i++)
+        blocks[i] = i;
+    for (uint64_t i = 3; i < 5; i++) {
+        pd_shipment s = shipment_of(p, i, blocks, blocks, 100);
+        assert_int_equal(pd_ship_post(p->shipper, &s), PD_OK);
+    }
+    for (uint64_t router = 1; router <= 2; router++) { /* nothing is shipped for the second */
+        const pd_notice abort = {.kind = PD_NOTICE_ABORT,
+                                 .key = {.router = router, .epoch = 1},
+                                 .sender = SENDER,
+                                 .receiver = RECEIVER};
+        assert_int_equal(pd_ship_notify(p->shipper, p->peer, &abort), PD_OK);
+    }
+    uint64_t end_ns = pd_clock_now_ns() + 20 * PD_NS_PER_S;
+    while (p->aborts < 2 && pd_clock_now_ns() < end_ns)
+        turn(p, blocks);
+    until_sent(p, 4, blocks);
+    assert_true(p->behind[0] > 100);
+    assert_true(p->notices - p->behind[0] <= 1); /* none but the other router's word */
+    pair_end(p);
+}
+
 static void what_is_dropped_ends_and_nothing_more_of_it_comes(void **state)
 {
     pair *p = pair_make(*state,
@@ -630,6 +706,8 @@ int main(void)
         BOTH(a_long_shipment_does_not_hold_up_a_short_one),
         BOTH(a_short_shipment_waits_for_the_credit_at_most),
         BOTH(an_abort_comes_after_what_was_asked_for_before),
+        BOTH(an_abort_comes_after_the_part_that_is_being_posted),
+        BOTH(a_word_on_a_router_comes_after_all_requests_of_it),
         BOTH(what_is_dropped_ends_and_nothing_more_of_it_comes),
         BOTH(closing_a_link_ends_what_waits_before_it_is_closed),
         BOTH(what_cannot_be_carried_is_refused),

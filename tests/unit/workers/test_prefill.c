@@ -3,6 +3,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/worker/key_table.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -475,6 +476,80 @@ static void count_writings(world *w, uint32_t first[WORLD_GROUPS][8],
     }
 }
 
+/* Delivers all that is on the wire. Of notices of that kind: how many there were, the last one, and
+ * that nothing came behind it but its like. */
+static uint32_t deliver_and_count(world *w, pd_notice_kind kind, pd_notice *last_out)
+{
+    uint64_t seals[PD_NOTICE_SEALS_MAX];
+    uint32_t count = 0;
+
+    for (bool more = true; more; more = world_deliver(w)) {
+        const world_packet *packet = &w->wire[0];
+        pd_notice notice;
+        if (w->wire_count == 0)
+            continue;
+        bool is = packet->notice &&
+                  pd_notice_unpack(packet->bytes, packet->bytes_len, seals, &notice) == PD_OK &&
+                  notice.kind == kind;
+        assert_true(is || count == 0);
+        count += is;
+        if (is)
+            *last_out = notice;
+    }
+    return count;
+}
+
+/* What is lost is asked for at once then: without that word it is only late. */
+static void that_all_is_written_is_said_behind_the_last_block(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    pd_notice notice;
+    direct d;
+
+    make_direct(w, &d, 100, 5);
+    send_direct(w, &d);
+    finish_steps(w);
+    assert_int_equal(deliver_and_count(w, PD_NOTICE_WRITTEN, &notice), 1);
+    assert_true(pd_request_key_equal(&notice.key, &d.message.prefill_request.key));
+    assert_true(notice.receiver == w->decode.options.incarnation && notice.again == 0);
+    ship_again(w, &d, 1, 2, 3);
+    assert_int_equal(deliver_and_count(w, PD_NOTICE_WRITTEN, &notice), 1);
+    assert_int_equal(notice.again, 1);
+    release(w, &d);
+    world_check_nothing_held(w);
+    w->letters_count = 0;
+    world_destroy(w);
+}
+
+/* "Of all that was leased for it I write nothing", while blocks of it are still on their way: they
+ * would land in what is another's by then. */
+static void the_last_word_on_a_lost_router_comes_behind_its_blocks(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    pd_notice notice = {.kind = PD_NOTICE_BLOCKS};
+    direct d;
+
+    make_direct(w, &d, 100, 5);
+    send_direct(w, &d);
+    finish_steps(w);
+    assert_true(w->wire_count > 0);
+    w->router_silent = true;
+    for (int i = 0; i < 14; i++) /* lost after 1 s; its link is stuck a second later */
+        world_tick(w, 100);
+    assert_int_equal(w->prefill.ops->counters(w->prefill.core).routers_lost, 1);
+    assert_true(w->wire_count > 0);
+    assert_int_equal(deliver_and_count(w, PD_NOTICE_ABORT, &notice), 1);
+    assert_true(notice.key.number == d.message.prefill_request.key.number);
+    world_tick(w, 100);
+    assert_int_equal(deliver_and_count(w, PD_NOTICE_ABORT, &notice), 1);
+    assert_true(notice.key.number == 0 && notice.key.router == WORLD_ROUTER);
+    w->letters_count = 0;
+    world_check_nothing_held(w);
+    world_destroy(w);
+}
+
 /* Its router gave the receiver up, which only stands still: what was sent lands when it goes on,
  * and another router may be waiting for it there. */
 static void what_was_sent_to_a_receiver_that_was_given_up_may_land_until_it_has_ended(void **state)
@@ -675,6 +750,8 @@ int main(void)
         cmocka_unit_test(blocks_are_shipped_again_once),
         cmocka_unit_test(copies_are_held_until_somebody_ends_that),
         cmocka_unit_test(leaving_cancels_everything),
+        cmocka_unit_test(that_all_is_written_is_said_behind_the_last_block),
+        cmocka_unit_test(the_last_word_on_a_lost_router_comes_behind_its_blocks),
     };
 
     pd_log_init("test", PD_LOG_ERROR);

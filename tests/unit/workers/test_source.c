@@ -29,6 +29,7 @@ typedef struct bench {
     pd_shipment posted[POSTED_MAX];
     uint32_t written, written_again; /* words that all is */
     uint32_t posted_count, aborts, closes, unships, connects;
+    pd_request_key aborted; /* the last one */
     pd_msg_ship_done done[16];
     uint32_t done_count;
     pd_block own[8]; /* a sequence's */
@@ -76,6 +77,7 @@ static pd_status on_notify(void *ctx, pd_peer peer, const pd_notice *notice)
     }
     assert_int_equal(notice->kind, PD_NOTICE_ABORT);
     b->aborts++;
+    b->aborted = notice->key;
     return PD_OK;
 }
 
@@ -580,6 +582,46 @@ static void an_audit_names_every_shipment(void **state)
     teardown(b);
 }
 
+static bool yes(const void *ctx, uint64_t router)
+{
+    (void)ctx;
+    return router == ROUTER;
+}
+
+/* It ends every lease of that router at its receivers: while something may still be written for one
+ * of them it would free blocks under a put. */
+static void the_last_word_on_a_lost_router_comes_behind_all_that_is_written_for_it(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_msg_ship_request asked = asks(4, 88);
+    pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT};
+    pd_routers routers;
+
+    pd_routers_init(&routers, PD_NS_PER_S);
+    assert_true(pd_routers_on_message(&routers, ROUTER, &beat, b->now_ns));
+    ask_move(b, &asked);
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    pd_source_tell_lost(&b->source, &routers, NULL, NULL, b->now_ns);
+    assert_int_equal(b->aborts, 0); /* it lives */
+    b->now_ns += 2 * PD_NS_PER_S;
+    assert_true(pd_routers_next_lost(&routers, b->now_ns) == ROUTER);
+    pd_source_tell_lost(&b->source, &routers, NULL, NULL, b->now_ns);
+    assert_int_equal(b->aborts, 0); /* a shipment runs */
+    pd_source_end_all(&b->source, ROUTER, "its router is lost", b->now_ns);
+    pd_source_tell_lost(&b->source, &routers, NULL, NULL, b->now_ns);
+    assert_int_equal(b->aborts, 0); /* and is not over yet */
+    sent(b, b->posted[0].ticket, PD_E_CANCELLED);
+    assert_true(b->aborts == 1 && b->aborted.number == 4);
+    pd_source_tell_lost(&b->source, &routers, yes, NULL, b->now_ns);
+    assert_int_equal(b->aborts, 1); /* the role itself has something under way */
+    pd_source_tell_lost(&b->source, &routers, NULL, NULL, b->now_ns);
+    assert_true(b->aborts == 2 && b->aborted.number == 0 && b->aborted.router == ROUTER);
+    assert_int_equal(b->aborted.epoch, 1); /* of the session before this one */
+    drop_own(b);
+    teardown(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -597,6 +639,7 @@ int main(void)
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_tried_again),
         cmocka_unit_test(links_are_kept_while_used_and_closed_when_idle),
         cmocka_unit_test(an_audit_names_every_shipment),
+        cmocka_unit_test(the_last_word_on_a_lost_router_comes_behind_all_that_is_written_for_it),
     };
 
     pd_log_init("test", PD_LOG_ERROR);

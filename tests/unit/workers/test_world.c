@@ -269,7 +269,15 @@ static void a_lost_router_is_not_believed_until_it_welcomes_again(void **state)
     }
     assert_int_equal(w->decode.ops->counters(w->decode.core).requests, 0);
     pd_message message = {.kind = PD_MSG_WELCOME};
-    message.welcome = (pd_msg_welcome){.router = WORLD_ROUTER, .lost_after_ms = 1000, .session = 1};
+    message.welcome = (pd_msg_welcome){.router = WORLD_ROUTER, .lost_after_ms = 1000};
+    world_to(w, &w->prefill, &message); /* a late one, of the session that was lost */
+    world_to(w, &w->decode, &message);
+    world_request *early = ask(w, 40, 3, 1);
+    while (world_turn(w)) {
+    }
+    assert_int_equal(early->phase, WORLD_LEASING);
+    assert_int_equal(w->decode.ops->counters(w->decode.core).requests, 0);
+    message.welcome.session = 1;
     world_to(w, &w->prefill, &message);
     world_to(w, &w->decode, &message);
     w->router_silent = false;
