@@ -373,6 +373,34 @@ static void who_had_run_in_company_does_not_wait(void **state)
     world_free(w);
 }
 
+/* There is one prefill worker, so that the second finds it taken; of decode workers there is room
+ * beside others that are no suspects, if not the cheapest. */
+static void who_shares_a_prefill_worker_still_goes_apart_to_decode(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 80; seed < 90; seed++) {
+        world *w = one_to_one(seed);
+        answer *all[5];
+        for (uint32_t i = 0; i < 5; i++) {
+            if (i == 3)
+                fake_add(&w->fake, PD_ROLE_DECODE, 512);
+            wait_ms(w, i == 3 ? 100 : 0);
+            all[i] = ask(w, 40, 1000);
+            wait_for_token(w, all[i], 20);
+        }
+        uint32_t busy = place_of(w, all[0]), dies = place_of(w, all[3]);
+        assert_int_not_equal(busy, dies);
+        assert_int_equal(place_of(w, all[4]), dies);
+        fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        wait_ms(w, 100);
+        bring_down(w, dies);
+        wait_for_token(w, all[3], all[3]->next + 3);
+        wait_for_token(w, all[4], all[4]->next + 3);
+        assert_int_not_equal(place_of(w, all[3]), place_of(w, all[4]));
+        world_free(w);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -389,6 +417,7 @@ int main(void)
         cmocka_unit_test(a_prefill_worker_that_dies_unheard_counts),
         cmocka_unit_test(a_conviction_excuses_no_later_death),
         cmocka_unit_test(who_had_run_in_company_does_not_wait),
+        cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
