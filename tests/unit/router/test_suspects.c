@@ -401,6 +401,31 @@ static void who_shares_a_prefill_worker_still_goes_apart_to_decode(void **state)
     }
 }
 
+/* A host is lost: its workers' deaths are heard of one by one, and whoever was at the first must
+ * not be given to the others meanwhile, to be taken for what they died of. */
+static void who_is_at_one_of_several_that_die_together_is_not_blamed_for_all(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 100; seed < 120; seed++) {
+        answer *a;
+        world *w = world_of_one(seed, 2, 2, &a);
+        begin_to_run(w, a);
+        uint32_t place = place_of(w, a);
+        fake_kill(&w->fake, place);
+        wait_ms(w, 5 * (seed - 100)); /* they were heard of last one after the other */
+        for (uint32_t i = 0; i < 2; i++)
+            fake_kill(&w->fake, i); /* the prefill workers; another decode worker lives */
+        wait_ms(w, 1000);
+        assert_int_equal(counters_of(w).workers_lost, 3);
+        for (uint32_t i = 0; i < 2; i++)
+            fake_restart(&w->fake, i);
+        wait_ms(w, 15000);
+        assert_whole(w, a);
+        assert_int_equal(counters_of(w).suspects, 0);
+        world_free(w);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -418,6 +443,7 @@ int main(void)
         cmocka_unit_test(a_conviction_excuses_no_later_death),
         cmocka_unit_test(who_had_run_in_company_does_not_wait),
         cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
+        cmocka_unit_test(who_is_at_one_of_several_that_die_together_is_not_blamed_for_all),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
