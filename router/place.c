@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { PUMP_TRIES = 32 }; /* queued requests tried in one turn */
+enum { PUMP_TRIES = 32 /* queued requests tried in one turn */, HEARD_WITHIN = 2 /* heartbeats */ };
 
 void router_place_send_prefill(router_requests *t, router_request *r, uint64_t now_ns)
 {
@@ -100,30 +100,80 @@ uint64_t router_place_turn_ends_ns(const router_requests *t, const router_reques
                                                  : r->suspect_ns;
 }
 
+typedef struct room {
+    bool ready; /* there is a worker of that role */
+    bool free;  /* and one without a suspect */
+} room;
+
+/* of: [2], of prefill and of decode workers. */
+static void look_for_room(const router_requests *t, uint64_t now_ns, room *of)
+{
+    of[0] = of[1] = (room){false, false};
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (!router_worker_ready(worker))
+            continue;
+        room *own = &of[worker->hello.role == PD_ROLE_DECODE];
+        own->ready = true;
+        own->free |= !router_request_suspect_at(t, i, now_ns);
+    }
+}
+
 bool router_place_waits_its_turn(const router_requests *t, const router_request *r, uint64_t now_ns)
 {
     if (now_ns >= router_place_turn_ends_ns(t, r))
         return false;
-    bool ready[2] = {false, false}, room[2] = {false, false};
-    for (uint32_t i = 0; r->killed_count > 0 && i < t->o.cluster->slots_used; i++) {
-        const router_worker *worker = &t->o.cluster->workers[i];
-        if (!router_worker_ready(worker))
-            continue;
-        ready[worker->hello.role == PD_ROLE_DECODE] = true;
-        room[worker->hello.role == PD_ROLE_DECODE] |= !router_request_suspect_at(t, i, now_ns);
-    }
+    room of[2];
+    look_for_room(t, now_ns, of);
     bool decodes = router_request_left(r) > 1;
-    return (ready[0] && !room[0]) || (decodes && ready[1] && !room[1]);
+    return r->killed_count > 0 &&
+           ((of[0].ready && !of[0].free) || (decodes && of[1].ready && !of[1].free));
+}
+
+/* Its process may have ended together with the one that the suspect was at last, which this router
+ * has not heard of yet: asked now it would be taken for one more that died of it. */
+static bool heard_since(const router_requests *t, const router_request *r, uint32_t slot)
+{
+    return t->o.cluster->workers[slot].heard_ns > r->suspect_ns;
+}
+
+/* A worker without a suspect has not had the time to be heard of since that death. */
+static bool room_will_be_heard(const router_requests *t, const router_request *r, uint64_t now_ns)
+{
+    if (now_ns >= r->suspect_ns + HEARD_WITHIN * t->o.config->heartbeat_ns)
+        return false;
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        if (router_worker_ready(&t->o.cluster->workers[i]) && !heard_since(t, r, i) &&
+            !router_request_suspect_at(t, i, now_ns))
+            return true;
+    }
+    return false;
+}
+
+/* Of a role without a free worker those are left in taken where one stays apart: that both prefill
+ * workers have a suspect is no reason to share a decode worker. Both: [ROUTER_SLOT_BITS]. */
+static void give_up_distance(const router_requests *t, uint64_t now_ns, const uint64_t *apart,
+                             uint64_t *taken)
+{
+    room of[2];
+    look_for_room(t, now_ns, of);
+    for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
+        if (!of[t->o.cluster->workers[i].hello.role == PD_ROLE_DECODE].free)
+            taken[i / 64] &= apart[i / 64] | ~(1ull << i % 64);
+    }
 }
 
 /* A worker that failed the request is avoided, unless it is the only one there. One that has a
- * suspect gets no second one. */
+ * suspect gets no second one, and a suspect none that was not heard of since that death. */
 static bool choose(router_requests *t, const router_request *r, uint64_t now_ns,
                    router_choice *choice_out)
 {
-    uint64_t taken[ROUTER_SLOT_BITS] = {0};
-    for (uint32_t i = 0; r->killed_count > 0 && i < t->o.cluster->slots_used; i++)
-        taken[i / 64] |= (uint64_t)router_request_suspect_at(t, i, now_ns) << i % 64;
+    uint64_t taken[ROUTER_SLOT_BITS] = {0}, unheard[ROUTER_SLOT_BITS] = {0};
+    for (uint32_t i = 0; r->killed_count > 0 && i < t->o.cluster->slots_used; i++) {
+        unheard[i / 64] |= (uint64_t)!heard_since(t, r, i) << i % 64;
+        taken[i / 64] |=
+            (uint64_t)router_request_suspect_at(t, i, now_ns) << i % 64 | unheard[i / 64];
+    }
     router_policy_input input = {.cluster = t->o.cluster,
                                  .index = t->o.index,
                                  .cost = &t->cost,
@@ -140,8 +190,15 @@ static bool choose(router_requests *t, const router_request *r, uint64_t now_ns,
     if (router_policy_choose(&t->policy, &input, choice_out))
         return true;
     if (r->killed_count > 0 && now_ns >= router_place_turn_ends_ns(t, r)) {
-        memset(taken, 0, sizeof taken);
-        router_request_suspects_apart(t, now_ns, taken);
+        uint64_t apart[ROUTER_SLOT_BITS];
+        memcpy(apart, unheard, sizeof apart);
+        router_request_suspects_apart(t, now_ns, apart);
+        give_up_distance(t, now_ns, apart, taken);
+        if (router_policy_choose(&t->policy, &input, choice_out))
+            return true;
+        if (room_will_be_heard(t, r, now_ns))
+            return false;
+        memcpy(taken, apart, sizeof taken);
         if (router_policy_choose(&t->policy, &input, choice_out))
             return true;
     }

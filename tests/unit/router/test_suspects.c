@@ -672,6 +672,59 @@ static void whose_turn_has_ended_does_not_come_beside_one_that_stays_apart(void 
     world_free(w);
 }
 
+/* There is one prefill worker, so that the second finds it taken; of decode workers there is room
+ * beside others that are no suspects, if not the cheapest. */
+static void who_shares_a_prefill_worker_still_goes_apart_to_decode(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 80; seed < 90; seed++) {
+        world *w = one_to_one(seed);
+        answer *all[5];
+        for (uint32_t i = 0; i < 5; i++) {
+            if (i == 3)
+                fake_add(&w->fake, PD_ROLE_DECODE, 512);
+            wait_ms(w, i == 3 ? 100 : 0);
+            all[i] = ask(w, 40, 1000);
+            wait_for_token(w, all[i], 20);
+        }
+        uint32_t busy = place_of(w, all[0]), dies = place_of(w, all[3]);
+        assert_int_not_equal(busy, dies);
+        assert_int_equal(place_of(w, all[4]), dies);
+        fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        wait_ms(w, 100);
+        bring_down(w, dies);
+        wait_for_token(w, all[3], all[3]->next + 3);
+        wait_for_token(w, all[4], all[4]->next + 3);
+        assert_int_not_equal(place_of(w, all[3]), place_of(w, all[4]));
+        world_free(w);
+    }
+}
+
+/* A host is lost: its workers' deaths are heard of one by one, and whoever was at the first must
+ * not be given to the others meanwhile, to be taken for what they died of. */
+static void who_is_at_one_of_several_that_die_together_is_not_blamed_for_all(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 100; seed < 120; seed++) {
+        answer *a;
+        world *w = world_of_one(seed, 2, 2, &a);
+        begin_to_run(w, a);
+        uint32_t place = place_of(w, a);
+        fake_kill(&w->fake, place);
+        wait_ms(w, 5 * (seed - 100)); /* they were heard of last one after the other */
+        for (uint32_t i = 0; i < 2; i++)
+            fake_kill(&w->fake, i); /* the prefill workers; another decode worker lives */
+        wait_ms(w, 1000);
+        assert_int_equal(counters_of(w).workers_lost, 3);
+        for (uint32_t i = 0; i < 2; i++)
+            fake_restart(&w->fake, i);
+        wait_ms(w, 15000);
+        assert_whole(w, a);
+        assert_int_equal(counters_of(w).suspects, 0);
+        world_free(w);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -696,6 +749,8 @@ int main(void)
         cmocka_unit_test(who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed),
         cmocka_unit_test(who_was_alone_waits_for_its_turn),
         cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
+        cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
+        cmocka_unit_test(who_is_at_one_of_several_that_die_together_is_not_blamed_for_all),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
