@@ -161,6 +161,8 @@ bool router_request_blame(router_requests *t, router_request *r, const router_de
 {
     bool was_suspect = r->killed_count > 0;
     bool begun = r->next_index - r->base_index < ROUTER_BEGUN_TOKENS;
+    if (death->explained && !was_suspect)
+        return false;
     /* Who met others at each death must not be excused for ever. */
     bool excused = death->explained && r->distance < ROUTER_DISTANCE_ALWAYS;
     r->deaths_alone += death->alone && !excused;
