@@ -80,6 +80,16 @@ def test_any_split_gives_the_same_tokens(model, want, prefill, decode):
         assert len(ranks_of(one, "prefill-0")) == prefill - 1
         assert len(ranks_of(one, "decode-0")) == decode - 1
         assert sorted(one.worker("decode-0")["rank_pids"]) == sorted(ranks_of(one, "decode-0").values())
+        _, status, _ = one.kvferry("status", "-f", one.file)
+        for name, ranks in (("prefill-0", prefill), ("decode-0", decode)):
+            worker, log = one.worker(name), one.logs()[f"logs/{name}.log"]
+            places = [worker["placement"], *worker["rank_placements"]]
+            assert len(places) == ranks
+            for rank, place in enumerate(places):  # /workers, the rank's log and `status` say the same of where it is
+                called = f"{name}/{rank}" if rank else name
+                placed = [line for line in log.splitlines() if f' svc={called} msg="placed" gpu=none ' in line]
+                assert len(placed) == 1 and f' cpus={place["cpus"]} ' in placed[0], placed
+                assert [line for line in status.splitlines() if line.startswith(f"{called}: host's cores, NUMA node ")], status
 
 
 def test_slices_go_over_tcp_too(model, want):
