@@ -404,12 +404,14 @@ static void never_end(void *ctx)
         pause();
 }
 
-/* Its process queues the gather and looks, but its device does not come to it. */
+/* Its process queues two gathers and looks, but its device comes to the first alone. */
 static void ones_device_stands(rank_process *process)
 {
     member m = join(process, NULL);
 
     gather_many(process, &m);
+    NEED(cu_comm_gather(m.comm, &m.stream, m.all + process->rank * GATHER_BYTES, m.all,
+                        GATHER_BYTES) == PD_OK);
     if (process->rank == 1) {
         NEED(driver.launch(m.stream.native, never_end, NULL) == 0);
         NEED(cu_comm_gather(m.comm, &m.stream, m.all + GATHER_BYTES, m.all, GATHER_BYTES) == PD_OK);
