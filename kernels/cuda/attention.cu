@@ -17,6 +17,8 @@
  *   make, about 160 in all, and an add a score and column. Shared memory 68 KiB a block, 3 blocks
  *   an SM: up to 192 KiB under way, where 4.3 TB/s at 1 us need 33.
  *   9 to 16 query heads: two groups, 2808 instructions, 256 mma, 210 registers.
+ *   4 also beside a chunk: a row of 32,768 positions was 8 blocks (one a KV head) that went through
+ *     512 runs each, one after another; now 1,024 blocks, 2.6 waves of an H200
  * prefill (16 rows of the mma to a warp, K and V of a run shared by up to 4 warps)
  *   1 two f16 parts, an mma each; a split's state in registers      1650  256   239
  *   2 the parts are rows of one mma, sums apart (as decode);        1700  256   255
@@ -219,11 +221,20 @@ static void find_layer(const cu_kv *kv, uint32_t layer, attention_args *args)
                  (layer - before) * kv->layer_bytes;
 }
 
+static void spread_heads(uint32_t blocks, attention_args *args)
+{
+    args->head_blocks = blocks;
+    args->heads_in_block = (args->heads_each + blocks - 1) / blocks;
+}
+
 static pd_status attend_runs(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
-                             attention_args *args)
+                             void *scratch, attention_args *args)
 {
     pd_status status = PD_OK;
 
+    spread_heads(attention_decode_blocks(kv->head_dim, args->heads_each), args);
+    args->part = (float *)scratch;
+    args->part_only = false;
     for (uint32_t i = 0; status == PD_OK && i < step->runs; i++) {
         args->run = step->run[i];
         args->stats = args->part + (uint64_t)args->heads * args->run.items * kv->head_dim;
@@ -238,6 +249,7 @@ static pd_status attend_tiles(gpu_stream *stream, const cu_step *step, const cu_
                               uint32_t positions_max, void *scratch, attention_args *args)
 {
     pd_assert(step->tiles <= step->rows);
+    spread_heads(attention_prefill_blocks(kv->head_dim, args->heads_each), args);
     args->splits = splits_of(positions_max);
     args->part_only = prefill_splits(step, kv, args->heads, args);
     args->live = (uint32_t *)scratch;
@@ -249,13 +261,13 @@ static pd_status attend_tiles(gpu_stream *stream, const cu_step *step, const cu_
     return status;
 }
 
+/* Tiles take the scratch when the runs are through with it: all are of one stream. */
 pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv, uint32_t layer,
-                       uint32_t heads, bool decode, uint32_t positions_max, float scale,
-                       const float *qkv, float *out, void *scratch)
+                       uint32_t heads, uint32_t positions_max, float scale, const float *qkv,
+                       float *out, void *scratch)
 {
     uint32_t head_dim = kv->head_dim;
     attention_args args = {};
-    pd_status status;
 
     pd_assert(heads % kv->kv_heads == 0 && kv->token_bytes == 2 * (uint64_t)head_dim);
     find_layer(kv, layer, &args);
@@ -264,9 +276,6 @@ pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
     args.kv_heads = kv->kv_heads;
     args.heads = heads;
     args.heads_each = heads / kv->kv_heads;
-    args.head_blocks = decode ? attention_decode_blocks(head_dim, args.heads_each)
-                              : attention_prefill_blocks(head_dim, args.heads_each);
-    args.heads_in_block = (args.heads_each + args.head_blocks - 1) / args.head_blocks;
     args.position = step->position;
     args.table = step->table;
     args.blocks = step->blocks;
@@ -276,9 +285,9 @@ pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
     args.item_row = step->item_row;
     args.row_item = step->row_item;
     args.out = out;
-    args.part = (float *)scratch;
-    status = decode ? attend_runs(stream, step, kv, &args)
-                    : attend_tiles(stream, step, kv, positions_max, scratch, &args);
+    pd_status status = attend_runs(stream, step, kv, scratch, &args);
+    if (status == PD_OK && step->tiles > 0)
+        status = attend_tiles(stream, step, kv, positions_max, scratch, &args);
     if (status == PD_E_UNSUPPORTED)
         pd_log_error("msg=\"attention: no CUDA kernel for heads of this size\" head_dim=%u",
                      head_dim);

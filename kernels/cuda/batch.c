@@ -21,13 +21,14 @@ struct cu_batch {
     uint8_t *memory; /* the device's */
     uint64_t bytes;
     /* the step that is being built */
-    uint32_t rows, tiles, logits, blocks;
+    uint32_t rows, ones, tiles, logits, blocks; /* ones: rows of slices of one token, the first */
     /* gathered before the counts, and so the places, are known */
     uint32_t *token, *position, *table; /* [rows_max] */
     uint32_t *tile_row, *tile_rows;     /* [rows_max] */
     uint32_t *logits_row;               /* [logits_max] */
     cu_sampling *sampling;              /* [logits_max] */
     cu_run *runs;                       /* [decode_rows_max] */
+    uint32_t *order;                    /* [slices_max] slices, as their rows come */
 };
 
 static uint64_t place(uint64_t *at, uint64_t bytes)
@@ -38,7 +39,7 @@ static uint64_t place(uint64_t *at, uint64_t bytes)
     return here;
 }
 
-/* items: 0 where a step is no decode step. */
+/* items: 0 where no slice is one token. */
 static places places_of(uint32_t rows, uint32_t tiles, uint32_t logits, uint32_t items)
 {
     places p;
@@ -102,9 +103,10 @@ static pd_status allocate(cu_batch *batch)
     batch->logits_row = pd_calloc(logits, sizeof *batch->logits_row);
     batch->sampling = pd_calloc(logits, sizeof *batch->sampling);
     batch->runs = pd_calloc(decode_rows_max(&batch->limits), sizeof *batch->runs);
+    batch->order = pd_calloc(batch->limits.slices_max, sizeof *batch->order);
     if (batch->token == NULL || batch->position == NULL || batch->table == NULL ||
         batch->tile_row == NULL || batch->tile_rows == NULL || batch->logits_row == NULL ||
-        batch->sampling == NULL || batch->runs == NULL)
+        batch->sampling == NULL || batch->runs == NULL || batch->order == NULL)
         return PD_E_NOMEM;
     pd_status status = gpu_host_alloc(batch->device, batch->bytes, (void **)&batch->host);
     if (status == PD_OK)
@@ -116,6 +118,8 @@ pd_status cu_batch_create(gpu *g, const cu_batch_limits *limits, cu_batch **batc
 {
     cu_batch *batch = pd_calloc(1, sizeof *batch);
 
+    /* as many rows may have items: a draw may be wanted of every slice */
+    pd_assert(limits->slices_max <= limits->logits_max);
     if (batch == NULL)
         return PD_E_NOMEM;
     batch->limits = *limits;
@@ -146,6 +150,7 @@ void cu_batch_destroy(cu_batch *batch)
     pd_free(batch->logits_row);
     pd_free(batch->sampling);
     pd_free(batch->runs);
+    pd_free(batch->order);
     pd_free(batch);
 }
 
@@ -231,16 +236,16 @@ static void add_logits(cu_batch *batch, const kern_job_slice *job, uint32_t row_
     }
 }
 
-static void add_slice(cu_batch *batch, const kern_job_slice *job)
+/* A chunk is attended for by tiles, one token by items. */
+static void add_slice(cu_batch *batch, const kern_slice *slice)
 {
-    const kern_slice *slice = &job->slice;
-    uint32_t row_first = batch->rows;
-
     assert_slice(batch, slice);
     for (uint32_t i = 0; i < slice->count; i++, batch->rows++) {
         batch->token[batch->rows] = slice->tokens[i];
         batch->position[batch->rows] = slice->position + i;
         batch->table[batch->rows] = batch->blocks;
+        if (slice->count == 1)
+            continue;
         if (i % CU_TILE_ROWS == 0) {
             batch->tile_row[batch->tiles] = batch->rows;
             batch->tile_rows[batch->tiles++] = 0;
@@ -248,7 +253,29 @@ static void add_slice(cu_batch *batch, const kern_job_slice *job)
         batch->tile_rows[batch->tiles - 1]++;
     }
     batch->blocks += (slice->position + slice->count - 1) / batch->limits.block_tokens + 1;
-    add_logits(batch, job, row_first);
+}
+
+/* Slices of one token first, so that a launch for them is one for neighbours; logits come in the
+ * slices' order. */
+static void add_slices(cu_batch *batch, const kern_backend_step *step)
+{
+    uint32_t count = step->slices_count, ones = 0, one = 0, chunk;
+
+    batch->rows = batch->tiles = batch->logits = batch->blocks = 0;
+    for (uint32_t i = 0; i < count; i++)
+        ones += step->slices[i].slice.count == 1;
+    chunk = ones;
+    for (uint32_t i = 0; i < count; i++)
+        batch->order[step->slices[i].slice.count == 1 ? one++ : chunk++] = i;
+    for (uint32_t i = 0; i < count; i++)
+        add_slice(batch, &step->slices[batch->order[i]].slice);
+    batch->ones = ones;
+    one = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t rows = step->slices[i].slice.count;
+        add_logits(batch, &step->slices[i], rows == 1 ? one++ : ones);
+        ones += rows == 1 ? 0 : rows;
+    }
 }
 
 /* ---- rows to the upload ---- */
@@ -287,15 +314,13 @@ static void write_upload(cu_batch *batch, const kern_backend_step *step, const p
     put(batch, p->token, batch->token, rows);
     put(batch, p->position, batch->position, rows);
     put(batch, p->table, batch->table, rows);
-    if (!plan->decode) {
-        put(batch, p->tile_row, batch->tile_row, (uint64_t)batch->tiles * sizeof(uint32_t));
-        put(batch, p->tile_rows, batch->tile_rows, (uint64_t)batch->tiles * sizeof(uint32_t));
-    }
+    put(batch, p->tile_row, batch->tile_row, (uint64_t)batch->tiles * sizeof(uint32_t));
+    put(batch, p->tile_rows, batch->tile_rows, (uint64_t)batch->tiles * sizeof(uint32_t));
     put(batch, p->logits_row, batch->logits_row, (uint64_t)batch->logits * sizeof(uint32_t));
     put(batch, p->sampling, batch->sampling, (uint64_t)batch->logits * sizeof(cu_sampling));
     write_padding(batch, p, plan);
     for (uint32_t i = 0; i < step->slices_count; i++) {
-        const kern_slice *slice = &step->slices[i].slice;
+        const kern_slice *slice = &step->slices[batch->order[i]].slice;
         uint64_t bytes = ((slice->position + slice->count - 1) / batch->limits.block_tokens + 1) *
                          sizeof(pd_block);
         put(batch, at, slice->blocks, bytes);
@@ -312,8 +337,8 @@ static void write_items(cu_batch *batch, const places *p, cu_plan *plan)
     uint32_t *row_item = (uint32_t *)(batch->host + p->row_item);
 
     plan->step.run = batch->runs;
-    plan->step.runs = cu_items_list(position, plan->step.rows, batch->limits.items_room, item_row,
-                                    row_item, batch->runs);
+    plan->step.runs = cu_items_list(position, plan->decode ? plan->step.rows : batch->ones,
+                                    batch->limits.items_room, item_row, row_item, batch->runs);
     cu_run *last = &batch->runs[plan->step.runs - 1];
     for (uint32_t item = last->item + last->items; item < plan->items; item++) {
         item_row[item] = CU_ROW_NONE;
@@ -324,18 +349,22 @@ static void write_items(cu_batch *batch, const places *p, cu_plan *plan)
 /* Rows from the first to the last whose logits are wanted, and the tiles they are in. */
 static void find_live(const cu_batch *batch, cu_plan *plan)
 {
+    uint32_t first = batch->rows, end = 0, tile = 0;
+
     if (batch->logits == 0)
         return;
-    plan->live_first = batch->logits_row[0];
-    plan->live_rows = batch->logits_row[batch->logits - 1] + 1 - plan->live_first;
-    if (plan->decode) {
-        /* all of them, and padding is a row like others */
-        plan->live_first = 0;
+    if (plan->decode) { /* all of them, and padding is a row like others */
         plan->live_rows = plan->step.rows;
         return;
     }
-    uint32_t end = plan->live_first + plan->live_rows, tile = 0;
-    while (batch->tile_row[tile] + batch->tile_rows[tile] <= plan->live_first)
+    for (uint32_t i = 0; i < batch->logits; i++) {
+        uint32_t row = batch->logits_row[i];
+        first = row < first ? row : first;
+        end = row >= end ? row + 1 : end;
+    }
+    plan->live_first = first;
+    plan->live_rows = end - first;
+    while (tile < batch->tiles && batch->tile_row[tile] + batch->tile_rows[tile] <= first)
         tile++;
     plan->tile_first = tile;
     while (tile < batch->tiles && batch->tile_row[tile] < end)
@@ -343,49 +372,47 @@ static void find_live(const cu_batch *batch, cu_plan *plan)
     plan->tiles_live = tile - plan->tile_first;
 }
 
+/* Above those of chunks. */
 static uint32_t positions_of(const cu_batch *batch)
 {
     uint32_t above = 0;
 
-    for (uint32_t row = 0; row < batch->rows; row++)
+    for (uint32_t row = batch->ones; row < batch->rows; row++)
         above = batch->position[row] >= above ? batch->position[row] + 1 : above;
     return above;
 }
 
-/* Of a decode step of `rows` rows, padding included: padded, where they fit into the room at once.
- */
-static uint32_t items_of(const cu_batch *batch, uint32_t rows)
+/* Items of one-token slices; of a decode step with those of padding, and padded themselves, where
+ * they fit into the room at once. */
+static uint32_t items_of(const cu_batch *batch, const cu_plan *plan)
 {
-    uint32_t items = rows - batch->rows, room = batch->limits.items_room;
+    uint32_t items = plan->decode ? plan->step.rows - batch->rows : 0;
+    uint32_t room = batch->limits.items_room;
 
-    for (uint32_t row = 0; row < batch->rows; row++)
+    for (uint32_t row = 0; row < batch->ones; row++)
         items += cu_items_of(batch->position[row]);
-    if (items > room)
+    if (!plan->decode || items > room)
         return items;
-    uint32_t up = cu_items_padded(rows, items);
+    uint32_t up = cu_items_padded(plan->step.rows, items);
     return up < room ? up : room;
 }
 
 pd_status cu_batch_build(cu_batch *batch, const kern_backend_step *step, cu_plan *plan_out)
 {
-    cu_plan plan = {.decode = true};
+    cu_plan plan = {0};
 
     pd_status status = check_step(&batch->limits, step);
     if (status != PD_OK)
         return status;
-    batch->rows = batch->tiles = batch->logits = batch->blocks = 0;
-    for (uint32_t i = 0; i < step->slices_count; i++) {
-        plan.decode = plan.decode && step->slices[i].slice.count == 1;
-        add_slice(batch, &step->slices[i]);
-    }
-    plan.decode = plan.decode && batch->rows == batch->logits;
+    add_slices(batch, step);
+    plan.decode = batch->tiles == 0 && batch->rows == batch->logits;
     plan.rows_used = batch->rows;
     plan.logits_used = batch->logits;
     plan.step.rows = plan.decode ? padded(&batch->limits, batch->rows) : batch->rows;
     plan.logits = plan.decode ? plan.step.rows : batch->logits;
-    plan.step.tiles = plan.decode ? 0 : batch->tiles;
+    plan.step.tiles = batch->tiles;
     plan.positions_max = positions_of(batch);
-    plan.items = plan.decode ? items_of(batch, plan.step.rows) : 0;
+    plan.items = items_of(batch, &plan);
     find_live(batch, &plan);
     places p = places_of(plan.step.rows, plan.step.tiles, plan.logits, plan.items);
     uint8_t *memory = batch->memory;
@@ -403,7 +430,7 @@ pd_status cu_batch_build(cu_batch *batch, const kern_backend_step *step, cu_plan
     plan.token = (uint32_t *)(memory + p.token_out);
     plan.upload_bytes = p.blocks + (uint64_t)batch->blocks * sizeof(pd_block);
     write_upload(batch, step, &p, &plan);
-    if (plan.decode)
+    if (plan.items > 0)
         write_items(batch, &p, &plan);
     *plan_out = plan;
     return PD_OK;

@@ -7,6 +7,9 @@
  * counts alone and a recorded graph finds them again. The run starts with the step's results: they
  * are cleared by the upload and read back from the same place.
  *
+ * Rows of slices of one token come first, whatever else is in the step: decode attention goes
+ * through their contexts split by split (items), as if they were alone; tiles are of chunks alone.
+ *
  * Padding: a decode step's rows are filled up to a bucket by rows without a position, whose logits
  * are those of the first row again, and the items of its attention by items of no row. One thread;
  * one step at a time. */
@@ -28,9 +31,9 @@ typedef struct cu_batch_limits {
 typedef struct cu_plan {
     cu_step step;
     uint32_t rows_used;              /* without padding */
-    bool decode;                     /* every slice is one token */
-    uint32_t positions_max;          /* above every position */
-    uint32_t items;                  /* of decode attention: padded, where there is one run */
+    bool decode;                     /* every slice is one token, whose logits are wanted */
+    uint32_t positions_max;          /* above every position of a chunk */
+    uint32_t items;                  /* of decode attention: a decode step's padded, if one run */
     uint32_t live_first, live_rows;  /* rows from the first to the last whose logits are wanted */
     uint32_t tile_first, tiles_live; /* tiles that hold those */
     uint32_t logits, logits_used;    /* rows, with and without padding */

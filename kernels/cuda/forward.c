@@ -392,7 +392,7 @@ static pd_status attend(run *r, uint32_t index)
         step.tile_rows += r->plan->tile_first;
         step.tiles = r->plan->tiles_live;
     }
-    pd_status status = cu_attention(r->stream, &step, r->kv, index, w->heads, r->plan->decode,
+    pd_status status = cu_attention(r->stream, &step, r->kv, index, w->heads,
                                     r->plan->positions_max, 1.0f / sqrtf((float)w->shape.head_dim),
                                     f->qkv, f->attended.acts.values, f->attention_scratch);
     cu_acts acts = acts_at(wanted_of(&f->attended, wanted), r->first);

@@ -46,7 +46,7 @@ typedef struct cu_acts {
     bool halves_are_bf16;
 } cu_acts;
 
-/* Rows [row, row + rows) of a decode step, whose items are [item, item + items). */
+/* Rows [row, row + rows) of decode attention, whose items are [item, item + items). */
 typedef struct cu_run {
     uint32_t row, rows, item, items;
 } cu_run;
@@ -63,11 +63,12 @@ typedef struct cu_step {
     uint32_t tiles;            /* padded; a tile of 0 rows is skipped */
     const uint32_t *tile_row;  /* [tiles] first row */
     const uint32_t *tile_rows; /* [tiles] rows */
-    /* Decode attention's list (kernels/cuda/items.h), padded by items of no row. A run's items are
-     * as many as its rows only where no row has more than one. */
+    /* Decode attention's list (kernels/cuda/items.h), of rows that are in no tile; a decode step's
+     * is padded by items of no row. A run's items are as many as its rows only where no row has
+     * more than one. */
     const uint32_t *item_row; /* [items] CU_ROW_NONE: nothing to do */
     const uint32_t *row_item; /* [rows] the row's first item */
-    uint32_t runs;            /* each is a launch; all rows are in one */
+    uint32_t runs;            /* each is a launch; a row that has items is in one */
     const cu_run *run;        /* host, [runs] */
 } cu_step;
 #define CU_TILE_ROWS 16
@@ -168,23 +169,22 @@ PD_CHECKED pd_status cu_append(gpu_stream *stream, const cu_step *step, const cu
 /* --- attention.cu --- */
 
 /* Query rows of qkv (rotated) against the pool, causal; out[row][heads][head_dim]. Partial sums
- * cover KERN_SPLIT_TOKENS (256) positions at absolute places and are merged in order. decode: every
- * row is a sequence of its own, and comes by the step's items (tiles and positions_max are not
- * looked at); a padding row becomes zeros. Else rows come by the step's tiles, what is in no tile
- * is not computed, and positions_max bounds positions. A token's K and V that are no numbers reach
+ * cover KERN_SPLIT_TOKENS (256) positions at absolute places and are merged in order. A row comes
+ * by the step's items, a sequence of its own each (decode), or by its tiles (chunks), whose
+ * positions positions_max bounds; how, and beside what, changes no bit. Padding that has an item
+ * becomes zeros; what is in neither is not computed. A token's K and V that are no numbers reach
  * its own row and later ones alone: some element of theirs is no number, too. head_dim: 32, 64, 80,
- * 96, 128, 256, others are PD_E_UNSUPPORTED. scratch: for decode cu_attention_item_bytes for each
- * item of the largest run; else cu_attention_scratch_bytes: at most CU_ATTENTION_SCRATCH, and a
- * word a row and head. */
+ * 96, 128, 256, others are PD_E_UNSUPPORTED. scratch: cu_attention_item_bytes for each item of the
+ * largest run, and where there are tiles cu_attention_scratch_bytes, if that is more: at most
+ * CU_ATTENTION_SCRATCH, and a word a row and head. */
 bool cu_attention_supports(uint32_t head_dim);
 #define CU_ATTENTION_SCRATCH (64u << 20)
 uint64_t cu_attention_item_bytes(uint32_t heads, uint32_t head_dim);
 uint64_t cu_attention_scratch_bytes(uint32_t rows, uint32_t heads, uint32_t head_dim,
                                     uint32_t positions_max);
 PD_CHECKED pd_status cu_attention(gpu_stream *stream, const cu_step *step, const cu_kv *kv,
-                                  uint32_t layer, uint32_t heads, bool decode,
-                                  uint32_t positions_max, float scale, const float *qkv, float *out,
-                                  void *scratch);
+                                  uint32_t layer, uint32_t heads, uint32_t positions_max,
+                                  float scale, const float *qkv, float *out, void *scratch);
 
 /* --- sample.cu --- */
 

@@ -11,8 +11,8 @@
 
 #define PAGE_BYTES 4096
 #define KEYS_BYTES (PD_TILE_WORDS * sizeof(uint64_t))
-/* Parts of items at a time, on the stack. */
-#define PARTS_MAX 256
+/* Parts of items at a time, on the stack: 80 KiB. */
+#define PARTS_MAX CU_SEAL_BATCH
 
 /* A rank's, on its device. */
 typedef struct piece {
@@ -407,8 +407,6 @@ pd_status cu_pool_seal(cu_pool *pool, const pd_seal_item *items, uint32_t count,
     pd_status status = PD_OK;
 
     pd_assert(pool->rank == 0);
-    if (pool->ranks == 1)
-        return cu_sealer_seal(pool->pieces[0].sealing, items, count, seals_out);
     for (uint32_t at = 0; status == PD_OK && at < count; at += PARTS_MAX)
         status = seal_parts(pool, items + at, batch_of(count - at), false, seals_out + at);
     return status;
@@ -420,8 +418,6 @@ pd_status cu_pool_check(cu_pool *pool, const pd_seal_item *items, uint32_t count
     uint64_t found[PARTS_MAX];
 
     pd_assert(pool->rank == 0);
-    if (pool->ranks == 1)
-        return cu_sealer_check(pool->pieces[0].checking, items, count, seals, bad_out);
     for (uint32_t at = 0; at < count; at += PARTS_MAX) {
         uint32_t some = batch_of(count - at);
         pd_status status = seal_parts(pool, items + at, some, true, found);

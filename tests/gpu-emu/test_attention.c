@@ -130,6 +130,7 @@ typedef struct step_plan {
     const context *context;
     uint32_t layer, positions_max;
     bool decode;
+    uint32_t ones; /* else: the first rows, that come by items beside the tiles */
     uint32_t room,
         more_items; /* decode: of a run, 0: all in one; items of no row, in the last run */
     uint32_t rows, tiles;
@@ -179,18 +180,21 @@ static cu_kv kv_of(const pd_kv_layout *l, void *pool)
                    .layer_bytes = l->layer_bytes};
 }
 
-/* A decode step's list, uploaded; the scratch that it needs. */
+/* The list of what comes by items, uploaded; the scratch that it needs. */
 static uint64_t add_items(device *d, const step_plan *plan, const uint32_t *position, cu_step *step)
 {
+    uint32_t rows = plan->decode ? plan->rows : plan->ones;
     static uint32_t item_row[ITEMS_MAX], row_item[ROWS_MAX];
     static cu_run runs[ROWS_MAX];
     uint32_t items = 0, most = 0;
 
-    for (uint32_t r = 0; r < plan->rows; r++)
+    if (rows == 0)
+        return 0;
+    for (uint32_t r = 0; r < rows; r++)
         items += cu_items_of(position[r]);
     assert_true(items + plan->more_items <= ITEMS_MAX);
     step->run = runs;
-    step->runs = cu_items_list(position, plan->rows, plan->room != 0 ? plan->room : items, item_row,
+    step->runs = cu_items_list(position, rows, plan->room != 0 ? plan->room : items, item_row,
                                row_item, runs);
     for (uint32_t i = 0; i < plan->more_items; i++)
         item_row[items++] = CU_ROW_NONE;
@@ -198,7 +202,7 @@ static uint64_t add_items(device *d, const step_plan *plan, const uint32_t *posi
     for (uint32_t i = 0; i < step->runs; i++)
         most = runs[i].items > most ? runs[i].items : most;
     step->item_row = device_upload(d, item_row, items * sizeof *item_row);
-    step->row_item = device_upload(d, row_item, plan->rows * sizeof *row_item);
+    step->row_item = device_upload(d, row_item, rows * sizeof *row_item);
     return most * cu_attention_item_bytes(plan->context->heads, plan->context->layout.head_dim);
 }
 
@@ -233,15 +237,17 @@ static void attend(device *d, const step_plan *plan, float *out)
         .tile_row = device_upload(d, plan->tile_row, (plan->tiles + 1) * sizeof(uint32_t)),
         .tile_rows = device_upload(d, plan->tile_rows, (plan->tiles + 1) * sizeof(uint32_t))};
     cu_kv kv = kv_of(&c->layout, device_upload(d, c->pool, c->layout.pool_bytes));
-    uint64_t scratch = plan->decode
-                           ? add_items(d, plan, position, &step)
-                           : cu_attention_scratch_bytes(rows, c->heads, dim, plan->positions_max);
+    uint64_t scratch = add_items(d, plan, position, &step);
+    if (!plan->decode) {
+        uint64_t tiles = cu_attention_scratch_bytes(rows, c->heads, dim, plan->positions_max);
+        scratch = tiles > scratch ? tiles : scratch;
+    }
     const float *device_qkv = device_upload(d, qkv, rows * stride * sizeof(float));
     for (size_t i = 0; i < out_bytes / sizeof(float); i++)
         out[i] = NAN;
     float *device_out = device_upload(d, out, out_bytes);
-    assert_int_equal(cu_attention(d->stream, &step, &kv, plan->layer, c->heads, plan->decode,
-                                  plan->positions_max, c->scale, device_qkv, device_out,
+    assert_int_equal(cu_attention(d->stream, &step, &kv, plan->layer, c->heads, plan->positions_max,
+                                  c->scale, device_qkv, device_out,
                                   device_space(d, scratch != 0 ? scratch : sizeof(float))),
                      PD_OK);
     device_download(d, out, device_out, out_bytes);
@@ -711,6 +717,39 @@ static void a_row_is_itself_in_any_batch_and_run(void **state)
     context_free(&c);
 }
 
+/* A long row and short ones beside a chunk: by items, in one run or more, and the chunk by tiles,
+ * split over blocks or not, in the same scratch. */
+static void a_row_is_itself_beside_a_chunk(void **state)
+{
+    static const context_options options[] = {{4, 2, 64, 16, {770}}, {3, 1, 80, 32, {770}}};
+    static const uint32_t ones[] = {769, 255, 0, 256, 511};
+    static twins t;
+
+    for (size_t o = 0; o < sizeof options / sizeof *options; o++) {
+        context c;
+        context_make(&c, &options[o]);
+        float *expected = expected_make(&c);
+        for (size_t i = 0; i < sizeof ones / sizeof *ones; i++)
+            decode_rows(*state, &c, ones[i], ones[i] + 1, expected);
+        decode_rows(*state, &c, 250, 267, expected);
+        decode_rows(*state, &c, 300, 303, expected);
+        t.expected = expected;
+        for (uint32_t way = 0; way < 3; way++) {
+            t.plan = (step_plan){.context = &c, .layer = 1, .positions_max = 303};
+            t.plan.ones = sizeof ones / sizeof *ones - (way == 2);
+            t.plan.room = way == 0 ? 0 : 4;
+            for (uint32_t i = 0; i < t.plan.ones; i++)
+                add_row(&t.plan, 0, ones[i]);
+            add_chunk(&t.plan, 0, 250, 267);
+            add_chunk(&t.plan, 0, 300, 303);
+            add_empty_tiles(&t.plan, way == 1 ? 99 : 0);
+            device_each(*state, 1, attend_and_equal, &t);
+        }
+        pd_free(expected);
+        context_free(&c);
+    }
+}
+
 /* --- the list --- */
 
 static void a_list_has_each_split_of_each_row_once(void **state)
@@ -769,7 +808,8 @@ static void other_head_sizes_are_refused(void **state)
     device *d = *state;
     static const uint32_t none[1];
     const cu_run run = {.rows = 1, .items = 1};
-    cu_step step = {.rows = 1, .position = none, .runs = 1, .run = &run};
+    const cu_step steps[] = {{.rows = 1, .position = none, .runs = 1, .run = &run},
+                             {.rows = 1, .position = none, .tiles = 1}};
     cu_kv kv = {.layers = 1,
                 .kv_heads = 1,
                 .head_dim = 48,
@@ -781,10 +821,9 @@ static void other_head_sizes_are_refused(void **state)
                 .layer_bytes = 3072};
 
     assert_true(cu_attention_supports(64) && !cu_attention_supports(48));
-    for (int decode = 0; decode < 2; decode++)
-        assert_int_equal(
-            cu_attention(d->stream, &step, &kv, 0, 1, decode == 1, 16, 1, NULL, NULL, NULL),
-            PD_E_UNSUPPORTED);
+    for (int i = 0; i < 2; i++)
+        assert_int_equal(cu_attention(d->stream, &steps[i], &kv, 0, 1, 16, 1, NULL, NULL, NULL),
+                         PD_E_UNSUPPORTED);
 }
 
 static void prefill_scratch_is_bounded(void **state)
@@ -806,6 +845,7 @@ int main(void)
         cmocka_unit_test(prefill_is_decode_in_every_chunking),
         cmocka_unit_test(few_tiles_or_many_are_the_same),
         cmocka_unit_test(a_row_is_itself_in_any_batch_and_run),
+        cmocka_unit_test(a_row_is_itself_beside_a_chunk),
         cmocka_unit_test(a_list_has_each_split_of_each_row_once),
         cmocka_unit_test(work_and_scratch_grow_with_what_there_is),
         cmocka_unit_test(numbers_that_are_none_reach_no_earlier_row),

@@ -2,6 +2,7 @@
  * the graphs; seals of what lies in the pool; groups announced when they are final; and a device
  * that fails never gives a token. */
 
+#include "kernels/cuda/batch.h"
 #include "kernels/cuda/model.h"
 #include "kernels/cuda/weights.h"
 #include "kernels/model/host.h"
@@ -366,6 +367,107 @@ static void a_row_is_the_same_alone_and_in_a_batch(void **state)
     each_model(*state, compare_batches);
 }
 
+/* A row with more than a split of context, its slice before a chunk and behind it. */
+static void compare_long_row(device *d, void *ctx)
+{
+    enum { CHUNK = 19 };
+    const given *model = ctx;
+    pd_model_file *file = tiny_open_shape(&model->shape);
+    float *expected = logits_space(CHUNK + 1), *logits = logits_space(CHUNK + 1);
+    rig r = rig_of(d, file, false);
+
+    for (uint32_t way = 0; way < 3; way++) { /* alone, then in company */
+        float *out = way == 0 ? expected : logits;
+        kern_job_slice one = slice_of(&r, way, 0, LONG - 1, NULL);
+        run(&r, &one, 1);
+        one = slice_of(&r, way, LONG - 1, 1, out + (size_t)CHUNK * VOCAB);
+        one.want_token = true;
+        kern_job_slice chunk = slice_of(&r, 3, 0, CHUNK, out);
+        kern_job_slice both[2] = {way == 1 ? one : chunk, way == 1 ? chunk : one};
+        if (way == 0) {
+            run(&r, &one, 1);
+            run(&r, &chunk, 1);
+            continue;
+        }
+        run(&r, both, 2);
+        assert_int_equal(both[way == 1 ? 0 : 1].token_out,
+                         kern_sample(&(kern_sampling){.temperature = 0},
+                                     expected + (size_t)CHUNK * VOCAB, VOCAB, LONG, NULL));
+        assert_memory_equal(logits, expected, sizeof *logits * (CHUNK + 1) * VOCAB);
+        memset(logits, 0, sizeof *logits * (CHUNK + 1) * VOCAB);
+    }
+    rig_end(&r);
+    pd_model_file_close(file);
+    pd_free(expected);
+    pd_free(logits);
+}
+
+static void a_long_row_is_the_same_beside_a_chunk(void **state)
+{
+    given model = models[1];
+
+    compare_long_row(*state, &model); /* orders are tried on the kernels: test_attention */
+}
+
+/* What a mixed step's kernels are told: the rows of one token first and by items, split by split;
+ * the chunks by tiles; logits in the slices' order. */
+static void rows_of_one_token_come_by_items_in_any_step(void **state)
+{
+    device *d = *state;
+    const cu_batch_limits limits = {.rows_max = 64,
+                                    .logits_max = 16,
+                                    .slices_max = 4,
+                                    .context_max = 1024,
+                                    .vocab = VOCAB,
+                                    .block_tokens = 16,
+                                    .blocks = BLOCKS,
+                                    .items_room = 16};
+    static pd_block blocks[4][64];
+    static const uint32_t position[] = {3, 700, 0, 255}, count[] = {17, 1, 3, 1};
+    static const uint32_t first_row[] = {2, 0, 19, 1}, items[] = {0, 0, 0, 1};
+    kern_job_slice slices[4];
+    kern_backend_step step = {.slices = slices, .slices_count = 4};
+    uint32_t rows[22], tables[22], item_row[4], logits_row[4];
+    cu_batch *batch = NULL;
+    cu_plan plan;
+
+    for (uint32_t i = 0; i < 4; i++) {
+        for (uint32_t b = 0; b < 64; b++)
+            blocks[i][b] = i * 7 + b % 7;
+        slices[i] = (kern_job_slice){.want_token = i != 2,
+                                     .slice = {.tokens = tokens,
+                                               .count = count[i],
+                                               .position = position[i],
+                                               .blocks = blocks[i],
+                                               .logits_from = count[i]}};
+    }
+    assert_int_equal(cu_batch_create(d->gpu, &limits, &batch), PD_OK);
+    assert_int_equal(cu_batch_build(batch, &step, &plan), PD_OK);
+    assert_int_equal(cu_batch_upload(batch, d->stream, &plan), PD_OK);
+    assert_true(!plan.decode && plan.step.rows == 22 && plan.step.tiles == 3);
+    assert_true(plan.step.runs == 1 && plan.step.run[0].row == 0 && plan.step.run[0].rows == 2);
+    assert_true(plan.items == 4 && plan.step.run[0].items == 4);
+    assert_int_equal(plan.positions_max, 20);
+    assert_true(plan.live_first == 0 && plan.live_rows == 19);
+    assert_true(plan.tile_first == 0 && plan.tiles_live == 2);
+    device_download(d, rows, plan.step.position, sizeof rows);
+    device_download(d, tables, plan.step.table, sizeof tables);
+    device_download(d, item_row, plan.step.item_row, sizeof item_row);
+    device_download(d, logits_row, plan.logits_row, 3 * sizeof *logits_row);
+    for (uint32_t i = 0; i < 4; i++) {
+        assert_int_equal(item_row[i], items[i]);
+        for (uint32_t n = 0; n < count[i]; n++) {
+            uint32_t row = first_row[i] + n, last = (position[i] + count[i] - 1) / 16;
+            pd_block there[64];
+            assert_int_equal(rows[row], position[i] + n);
+            device_download(d, there, plan.step.blocks + tables[row], (last + 1) * sizeof *there);
+            assert_memory_equal(there, blocks[i], (last + 1) * sizeof *there);
+        }
+    }
+    assert_true(logits_row[0] == 18 && logits_row[1] == 0 && logits_row[2] == 1);
+    cu_batch_destroy(batch);
+}
+
 /* ---- the pool ---- */
 
 static pd_seal_item item_of(const rig *r, uint32_t group, uint32_t index, uint32_t valid)
@@ -718,6 +820,8 @@ int main(void)
         cmocka_unit_test(logits_are_the_references),
         cmocka_unit_test(chunks_and_graphs_change_no_bit),
         cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
+        cmocka_unit_test(a_long_row_is_the_same_beside_a_chunk),
+        cmocka_unit_test(rows_of_one_token_come_by_items_in_any_step),
         cmocka_unit_test(seals_are_those_of_the_pools_bytes),
         cmocka_unit_test(groups_are_announced_in_order_when_they_are_final),
         cmocka_unit_test(what_is_out_of_range_is_refused),

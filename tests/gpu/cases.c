@@ -21,6 +21,11 @@ enum {
     BLOCKS = CASE_DECODE_ROWS * CASE_CONTEXT / BLOCK_TOKENS,
     KV_BLOCKS = 512, /* that are sealed, gathered or scattered at once */
     ITEMS = CASE_DECODE_ROWS * CASE_CONTEXT / KERN_SPLIT_TOKENS,
+    /* A mixed step: one row that decodes, beside a prompt's first tokens. */
+    MIXED_CONTEXT = 32768,
+    MIXED_ITEMS = MIXED_CONTEXT / KERN_SPLIT_TOKENS,
+    MIXED_CHUNK = CASE_PREFILL_ROWS - CU_TILE_ROWS,
+    MIXED_ROWS = 1 + MIXED_CHUNK,
     CASES_MAX = 40,
 };
 
@@ -28,7 +33,7 @@ static struct {
     const case_memory *memory;
     gpu_case cases[CASES_MAX];
     uint32_t count;
-    cu_step decode, prefill;
+    cu_step decode, prefill, mixed;
     cu_kv kv;
     float *x, *wide, *parts, *rope, *norm;
     cu_acts hidden[2], ffn[2]; /* [0] int8 blocks, [1] bf16 halves */
@@ -96,12 +101,41 @@ static void make_steps(void)
     }
     all.prefill = all.decode;
     all.prefill.rows = CASE_PREFILL_ROWS;
+    all.prefill.runs = 0;
     all.prefill.token = put(token, sizeof token);
     all.prefill.position = put(position, sizeof position);
     all.prefill.table = put(table, sizeof table);
     all.prefill.tiles = CASE_PREFILL_ROWS / CU_TILE_ROWS;
     all.prefill.tile_row = put(tile_row, sizeof tile_row);
     all.prefill.tile_rows = put(tile_rows, sizeof tile_rows);
+}
+
+/* The chunk has the long row's blocks behind its own. */
+static void make_mixed(void)
+{
+    static uint32_t position[MIXED_ROWS], table[MIXED_ROWS], item_row[MIXED_ITEMS], row_item[1];
+    static uint32_t tile_row[MIXED_CHUNK / CU_TILE_ROWS], tile_rows[MIXED_CHUNK / CU_TILE_ROWS];
+    static cu_run run[1];
+
+    position[0] = MIXED_CONTEXT - 1;
+    for (uint32_t row = 1; row < MIXED_ROWS; row++) {
+        uint32_t tile = (row - 1) / CU_TILE_ROWS;
+        position[row] = row - 1;
+        table[row] = MIXED_CONTEXT / BLOCK_TOKENS;
+        tile_row[tile] = 1 + tile * CU_TILE_ROWS;
+        tile_rows[tile] = CU_TILE_ROWS;
+    }
+    all.mixed = all.prefill;
+    all.mixed.rows = MIXED_ROWS;
+    all.mixed.position = put(position, sizeof position);
+    all.mixed.table = put(table, sizeof table);
+    all.mixed.tiles = MIXED_CHUNK / CU_TILE_ROWS;
+    all.mixed.tile_row = put(tile_row, sizeof tile_row);
+    all.mixed.tile_rows = put(tile_rows, sizeof tile_rows);
+    all.mixed.runs = cu_items_list(position, 1, MIXED_ITEMS, item_row, row_item, run);
+    all.mixed.run = run;
+    all.mixed.item_row = put(item_row, sizeof item_row);
+    all.mixed.row_item = put(row_item, sizeof row_item);
 }
 
 static void make_kv(void)
@@ -196,6 +230,8 @@ static void make_rows(void)
 
 static const cu_step *step_of(const gpu_case *c)
 {
+    if (c->rows == MIXED_ROWS)
+        return &all.mixed;
     return c->rows == CASE_PREFILL_ROWS ? &all.prefill : &all.decode;
 }
 
@@ -226,10 +262,8 @@ static pd_status append(gpu_stream *stream, const gpu_case *c)
 
 static pd_status attention(gpu_stream *stream, const gpu_case *c)
 {
-    bool decode = c->rows != CASE_PREFILL_ROWS;
-
-    return cu_attention(stream, step_of(c), &all.kv, 0, HEADS, decode, CASE_PREFILL_ROWS, 0.088f,
-                        all.wide, all.x, all.scratch);
+    return cu_attention(stream, step_of(c), &all.kv, 0, HEADS, CASE_PREFILL_ROWS, 0.088f, all.wide,
+                        all.x, all.scratch);
 }
 
 static void make_weights(pd_dtype dtype, uint32_t rows, uint32_t cols)
@@ -356,6 +390,10 @@ static void add_prefill(void)
     add("prefill 2048: RoPE + append", append, rows, cu_work_append(rows, HEADS, &all.kv));
     add("prefill 2048: attention", attention, rows,
         cu_work_attention(1, rows, rows, HEADS, &all.kv));
+    cu_work one = cu_work_attention(1, MIXED_CONTEXT, 1, HEADS, &all.kv);
+    cu_work chunk = cu_work_attention(1, MIXED_CHUNK, MIXED_CHUNK, HEADS, &all.kv);
+    add("prefill 2032 and a row of 32768: attention", attention, MIXED_ROWS,
+        (cu_work){.bytes = one.bytes + chunk.bytes, .macs = one.macs + chunk.macs});
     add("prefill 2048: SwiGLU", silu, rows, cu_work_silu_mul(rows, FFN, &all.ffn[0]));
     add_product("prefill 2048: gate and up, Q4_1", gate_up, PD_Q4_1, rows, 2 * FFN, HIDDEN, 1);
     add_product("prefill 2048: gate and up, bf16", gate_up, PD_BF16, rows, 2 * FFN, HIDDEN, 1);
@@ -384,6 +422,7 @@ const gpu_case *cases_make(const case_memory *memory, uint32_t *count_out)
 {
     all.memory = memory;
     make_steps();
+    make_mixed();
     make_kv();
     make_rows();
     make_weights(PD_Q4_1, 2 * FFN, HIDDEN);
