@@ -61,6 +61,8 @@ typedef struct kern_acts {
  * pool already. Query and output rows: [heads][head_dim] of the query heads sharing this KV head.
  */
 typedef struct kern_attention {
+    /* what this thread will attend next, so that its K and V can be asked for; NULL: unknown */
+    const struct kern_attention *next;
     const pd_kv_layout *layout;
     const void *pool;
     const pd_block *blocks;

@@ -4,11 +4,29 @@
  *
  * The rows of one call (tokens x query heads of the KV head) share each tile: K is turned once so
  * that a vector holds one dimension of 16 tokens, and every row's 16 scores are then two chains of
- * fused multiply-adds, as the reference has them. A tile's positions past the last query row are
- * never read; a row's positions past its own are never added. */
+ * fused multiply-adds, as the reference has them. What lies past a row's own position is never
+ * added, whatever it is: a tile is read whole.
+ *
+ * One token's few rows (decode) need no copies of K and V: K's columns go into the chains as they
+ * are turned, V's rows as they are read, and what is read from memory is asked for two tiles ahead;
+ * the first tiles of the next call during this one. */
+
+#define ATT_FEW_ROWS    4
+#define ATT_AHEAD       192 /* positions */
+#define ATT_NEXT_TOKENS 64  /* of the next call, asked for before it */
+
+/* Where a call's tiles lie. */
+typedef struct att_tiles {
+    const uint8_t *block_0; /* where block 0 of the pool has this layer's K of the head */
+    uint64_t block_bytes;   /* from one block to the next */
+    const pd_block *blocks;
+    uint32_t block_tokens, token_bytes;
+    size_t half; /* from K to V, in f16 */
+} att_tiles;
 
 typedef struct att_work {
     const kern_attention *args;
+    att_tiles tiles;
     uint32_t dim, rows;
     float *queries;                    /* [rows][dim], scaled */
     float *scores;                     /* [rows][KERN_SPLIT_TOKENS] */
@@ -27,12 +45,43 @@ static size_t fast_attention_scratch_bytes(uint32_t heads, uint32_t head_dim)
            sizeof(float);
 }
 
+static att_tiles att_tiles_of(const kern_attention *args)
+{
+    const pd_kv_layout *layout = args->layout;
+    uint64_t first = pd_kv_layout_k_offset(layout, args->layer, 0, args->kv_head);
+    uint64_t second =
+        layout->blocks > 1 ? pd_kv_layout_k_offset(layout, args->layer, 1, args->kv_head) : first;
+
+    return (att_tiles){.block_0 = (const uint8_t *)args->pool + first,
+                       .block_bytes = second - first,
+                       .blocks = args->blocks,
+                       .block_tokens = layout->block_tokens,
+                       .token_bytes = (uint32_t)layout->token_bytes,
+                       .half = layout->half_bytes / 2};
+}
+
+/* K of the tile that holds the position's token and the 15 after it. */
+V_INLINE const uint16_t *att_tile(const att_tiles *tiles, uint32_t position)
+{
+    uint32_t block = position / tiles->block_tokens, token = position % tiles->block_tokens;
+
+    return (const uint16_t *)(tiles->block_0 + tiles->blocks[block] * tiles->block_bytes +
+                              (size_t)token * tiles->token_bytes);
+}
+
+V_INLINE void att_ask(const uint16_t *tile, uint32_t dim)
+{
+    for (uint32_t i = 0; i < 16 * dim; i += 32)
+        __builtin_prefetch(tile + i, 0, 2);
+}
+
 static void att_init(att_work *w, const kern_attention *args)
 {
     float *space = args->scratch;
     size_t rows = (size_t)args->tokens * args->heads;
 
     w->args = args;
+    w->tiles = att_tiles_of(args);
     w->dim = args->layout->head_dim;
     w->rows = (uint32_t)rows;
     w->keys = space, space += (size_t)w->dim * 16;
@@ -59,24 +108,17 @@ static uint32_t att_position(const att_work *w, uint32_t row)
     return w->args->position + row / w->args->heads;
 }
 
-static const uint16_t *att_tile(const att_work *w, uint32_t position)
-{
-    const pd_kv_layout *layout = w->args->layout;
-    uint64_t offset = pd_kv_layout_k_offset(
-        layout, w->args->layer, w->args->blocks[position / layout->block_tokens], w->args->kv_head);
-    offset += (position % layout->block_tokens) * layout->token_bytes;
-    return (const uint16_t *)((const uint8_t *)w->args->pool + offset);
-}
-
-/* K of the tile, turned; tokens from valid on as zeros. */
-static void att_load_keys(const att_work *w, const uint16_t *tile, uint32_t valid)
+/* K of the tile, turned. */
+static void att_load_keys(const att_work *w, const uint16_t *tile)
 {
     for (uint32_t d = 0; d < w->dim; d += 16) {
-        v16 rows[16];
-#pragma GCC unroll 16
-        for (uint32_t t = 0; t < 16; t++)
-            rows[t] = t < valid ? v_load_f16(tile + (size_t)t * w->dim + d) : v_zero();
-        v_transpose(rows, w->keys + (size_t)d * 16);
+        v16x2 columns[8];
+        v_turn_f16(tile + d, w->dim, columns);
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; i++) {
+            v_store(w->keys + (size_t)(d + i) * 16, v_first(columns[i]));
+            v_store(w->keys + (size_t)(d + 8 + i) * 16, v_second(columns[i]));
+        }
     }
 }
 
@@ -209,9 +251,9 @@ static void att_add_values(const att_work *w, uint32_t row, uint32_t tile, uint3
         att_value_dims(w, row, 1, tile, 0, att_seen(w, row, tile_position));
 }
 
-static void att_load_values(const att_work *w, const uint16_t *tile, uint32_t valid)
+static void att_load_values(const att_work *w, const uint16_t *tile)
 {
-    for (uint32_t i = 0; i < valid * w->dim; i += 16)
+    for (uint32_t i = 0; i < 16 * w->dim; i += 16)
         v_store(w->values + i, v_load_f16(tile + i));
 }
 
@@ -249,7 +291,7 @@ static void att_split(const att_work *w, uint32_t first)
         uint32_t row = row_first;
         while (att_position(w, row) < at)
             row += w->args->heads;
-        att_load_keys(w, att_tile(w, at), end - at < 16 ? end - at : 16);
+        att_load_keys(w, att_tile(&w->tiles, at));
         att_score(w, row, (at - first) / 16);
     }
     for (uint32_t row = row_first; row < w->rows; row++)
@@ -264,12 +306,128 @@ static void att_split(const att_work *w, uint32_t first)
         uint32_t row = row_first;
         while (att_position(w, row) < at)
             row += w->args->heads;
-        att_load_values(w, att_tile(w, at) + w->args->layout->half_bytes / 2,
-                        end - at < 16 ? end - at : 16);
+        att_load_values(w, att_tile(&w->tiles, at) + w->tiles.half);
         att_add_values(w, row, (at - first) / 16, at);
     }
     for (uint32_t row = row_first; row < w->rows; row++)
         att_merge(w, row, first == 0, w->split_largest[row], w->split_sums[row]);
+}
+
+/* --- few rows of one token --- */
+
+V_INLINE void att_few_scores(const att_work *w, const uint32_t rows, const uint16_t *tile,
+                             float *scores)
+{
+    v16 chains[ATT_FEW_ROWS][2];
+
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+        chains[r][0] = chains[r][1] = v_zero();
+    for (uint32_t d = 0; d < w->dim; d += 16) {
+        const float *query = w->queries + d;
+        v16x2 columns[8];
+        v_turn_f16(tile + d, w->dim, columns);
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; i++) {
+            v16 key = v_first(columns[i]);
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < rows; r++)
+                chains[r][i % 2] = v_fma(v_set(query[r * w->dim + i]), key, chains[r][i % 2]);
+        }
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; i++) {
+            v16 key = v_second(columns[i]);
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < rows; r++)
+                chains[r][i % 2] = v_fma(v_set(query[r * w->dim + 8 + i]), key, chains[r][i % 2]);
+        }
+    }
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+        v_store(scores + (size_t)r * KERN_SPLIT_TOKENS, v_add(chains[r][0], chains[r][1]));
+}
+
+/* part = p * V over the split's positions, for consecutive groups of 16 dimensions. */
+V_INLINE void att_few_values(const att_work *w, const uint32_t rows, uint32_t first, uint32_t count,
+                             uint32_t dim_first, const uint32_t vectors)
+{
+    uint32_t last = w->args->position;
+    v16 sums[ATT_FEW_ROWS][V_FEW_VECTORS];
+
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            sums[r][v] = v_zero();
+    for (uint32_t j = 0; j < count; j += 16) {
+        const uint16_t *value = att_tile(&w->tiles, first + j) + w->tiles.half + dim_first;
+        uint32_t tokens = count - j < 16 ? count - j : 16;
+        if (dim_first == 0 && first + j + ATT_AHEAD <= last)
+            att_ask(att_tile(&w->tiles, first + j + ATT_AHEAD) + w->tiles.half, w->dim);
+        for (uint32_t t = 0; t < tokens; t++, value += w->dim) {
+            v16 values[V_FEW_VECTORS];
+#pragma GCC unroll 4
+            for (uint32_t v = 0; v < vectors; v++)
+                values[v] = v_load_f16(value + v * 16);
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < rows; r++) {
+                v16 weight = v_set(w->scores[r * KERN_SPLIT_TOKENS + j + t]);
+#pragma GCC unroll 4
+                for (uint32_t v = 0; v < vectors; v++)
+                    sums[r][v] = v_fma(weight, values[v], sums[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            v_store(w->part + (size_t)r * w->dim + dim_first + v * 16, sums[r][v]);
+}
+
+V_INLINE void att_few_split(const att_work *w, const uint32_t rows, uint32_t first)
+{
+    uint32_t last = w->args->position, d = 0;
+    uint32_t count = last + 1 - first < KERN_SPLIT_TOKENS ? last + 1 - first : KERN_SPLIT_TOKENS;
+
+    for (uint32_t j = 0; j < count; j += 16) {
+        const uint16_t *tile = att_tile(&w->tiles, first + j);
+        if (j < ATT_AHEAD) /* the others are asked for among the values */
+            att_ask(tile + w->tiles.half, w->dim);
+        if (first + j + ATT_AHEAD <= last)
+            att_ask(att_tile(&w->tiles, first + j + ATT_AHEAD), w->dim);
+        att_few_scores(w, rows, tile, w->scores + j);
+    }
+    for (uint32_t r = 0; r < rows; r++)
+        att_softmax(w, r, count, &w->split_largest[r], &w->split_sums[r]);
+    for (; d + 16 * V_FEW_VECTORS <= w->dim; d += 16 * V_FEW_VECTORS)
+        att_few_values(w, rows, first, count, d, V_FEW_VECTORS);
+    for (; d < w->dim; d += 16)
+        att_few_values(w, rows, first, count, d, 1);
+    for (uint32_t r = 0; r < rows; r++)
+        att_merge(w, r, first == 0, w->split_largest[r], w->split_sums[r]);
+}
+
+static void att_few(const att_work *w, uint32_t first)
+{
+    switch (w->rows) {
+    case 1: att_few_split(w, 1, first); break;
+    case 2: att_few_split(w, 2, first); break;
+    case 3: att_few_split(w, 3, first); break;
+    default: att_few_split(w, 4, first); break;
+    }
+}
+
+static void att_ask_next(const kern_attention *next)
+{
+    att_tiles tiles = att_tiles_of(next);
+    uint32_t end = next->position < ATT_NEXT_TOKENS ? next->position + 1 : ATT_NEXT_TOKENS;
+
+    for (uint32_t at = 0; at < end; at += 16) {
+        const uint16_t *tile = att_tile(&tiles, at);
+        att_ask(tile, next->layout->head_dim);
+        att_ask(tile + tiles.half, next->layout->head_dim);
+    }
 }
 
 static void fast_attention(const kern_attention *args)
@@ -277,8 +435,13 @@ static void fast_attention(const kern_attention *args)
     att_work work;
 
     att_init(&work, args);
+    if (args->next != NULL)
+        att_ask_next(args->next);
     for (uint32_t first = 0; first < args->position + args->tokens; first += KERN_SPLIT_TOKENS)
-        att_split(&work, first);
+        if (args->tokens == 1 && args->heads <= ATT_FEW_ROWS)
+            att_few(&work, first);
+        else
+            att_split(&work, first);
     for (uint32_t row = 0; row < work.rows; row++) {
         float *out = args->out + row / args->heads * args->out_stride +
                      (size_t)(row % args->heads) * work.dim;

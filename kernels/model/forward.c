@@ -404,43 +404,77 @@ static void place_run_of_head(kern_model *model, uint32_t layer, const place_run
                             in_model(model, kv_head), from, from + run->tokens);
 }
 
-static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
-                         const token_group *group, uint32_t kv_head)
+/* A head's attention for a group of tokens: what a thread takes at once. */
+typedef struct attend_item {
+    const token_group *group;
+    uint32_t kv_head;
+} attend_item;
+
+static kern_attention attention_of(const kern_model *model, uint32_t thread, uint32_t layer,
+                                   const attend_item *item)
 {
     const pd_model_shape *shape = model->weights.shape;
+    const token_group *group = item->group;
     uint32_t heads = shape->heads / shape->kv_heads, cols = heads * shape->head_dim;
-    kern_acts *acts = &model->attended;
-    kern_attention args = {
+    const kern_acts *acts = &model->attended;
+
+    return (kern_attention){
         .layout = model->step->layout,
         .pool = model->step->pool,
         .blocks = model->step->slices[group->slice].blocks,
         .layer = layer,
-        .kv_head = in_model(model, kv_head),
+        .kv_head = in_model(model, item->kv_head),
         .heads = heads,
         .tokens = group->tokens,
         .position = model->row_position[group->row],
         .scale = 1.0f / sqrtf((float)shape->head_dim),
-        .query = model->q_rows[group->row] + (size_t)kv_head * cols,
+        .query = model->q_rows[group->row] + (size_t)item->kv_head * cols,
         .query_stride = (size_t)(model->split.heads + 2 * model->split.kv_heads) * shape->head_dim,
-        .out = acts->values + (size_t)group->row * acts->cols + (size_t)kv_head * cols,
+        .out = acts->values + (size_t)group->row * acts->cols + (size_t)item->kv_head * cols,
         .out_stride = acts->cols,
         .scratch = model->threads[thread].scratch,
     };
+}
 
-    model->ops->attention(&args);
-    for (uint32_t t = 0; t < group->tokens; t++) {
-        uint32_t row = group->row + t, residual_row = model->rows_max + row;
-        model->ops->quantize(acts, row, kv_head * cols, cols);
-        model->ops->residual(acts, row, kv_head * cols, cols, residual_row);
-        model->ops->quantize(acts, residual_row, kv_head * cols, cols);
+/* next: what this thread attends afterwards; group NULL: nothing. */
+static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
+                         const attend_item *item, const attend_item *next)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    uint32_t cols = shape->heads / shape->kv_heads * shape->head_dim;
+    kern_acts *acts = &model->attended;
+    kern_attention args = attention_of(model, thread, layer, item), next_args;
+
+    if (next->group != NULL) {
+        next_args = attention_of(model, thread, layer, next);
+        args.next = &next_args;
     }
+    model->ops->attention(&args);
+    for (uint32_t t = 0; t < item->group->tokens; t++) {
+        uint32_t row = item->group->row + t, residual_row = model->rows_max + row;
+        model->ops->quantize(acts, row, item->kv_head * cols, cols);
+        model->ops->residual(acts, row, item->kv_head * cols, cols, residual_row);
+        model->ops->quantize(acts, residual_row, item->kv_head * cols, cols);
+    }
+}
+
+/* The next of the items that nobody has; group NULL: none is left. The longest contexts first: they
+ * come last in a prompt. */
+static attend_item take_item(kern_model *model)
+{
+    uint32_t kv_heads = model->split.kv_heads, items = model->groups_count * kv_heads;
+    uint32_t taken = kern_team_take(model->team);
+
+    if (taken >= items)
+        return (attend_item){NULL, 0};
+    uint32_t item = items - 1 - taken;
+    return (attend_item){&model->groups[item / kv_heads], item % kv_heads};
 }
 
 /* Where every slice is one token, whoever attends for a head also places its K and V. */
 static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool last)
 {
     uint32_t kv_heads = model->split.kv_heads;
-    uint32_t items = model->groups_count * kv_heads;
 
     if (!model->all_single) {
         uint32_t placings = model->runs_count * kv_heads;
@@ -448,16 +482,15 @@ static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool 
             place_run_of_head(model, layer, &model->runs[taken / kv_heads], taken % kv_heads);
         kern_team_barrier(model->team);
     }
-    for (uint32_t taken; (taken = kern_team_take(model->team)) < items;) {
-        /* the longest contexts first: they come last in a prompt */
-        uint32_t item = items - 1 - taken, kv_head = item % kv_heads;
-        const token_group *group = &model->groups[item / kv_heads];
+    for (attend_item item = take_item(model), next; item.group != NULL; item = next) {
+        const token_group *group = item.group;
+        next = take_item(model);
         if (model->all_single) /* a group is a run then */
-            place_run_of_head(model, layer, &model->runs[item / kv_heads], kv_head);
+            place_run_of_head(model, layer, &model->runs[group - model->groups], item.kv_head);
         if (last && (group->row + group->tokens <= model->live_first ||
                      group->row >= model->live_first + model->live_rows))
             continue;
-        attend_group(model, thread, layer, group, kv_head);
+        attend_group(model, thread, layer, &item, &next);
     }
     kern_team_barrier(model->team);
 }

@@ -1,15 +1,16 @@
 /* tests/bench/engine_bench.c - how fast the engine prefills and decodes, alone on its threads.
  *
- *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]
+ *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT]]
  *
  * Prefill: one prompt of PREFILL tokens in one step, logits of the last. Decode: DECODE steps of
- * BATCH sequences (1) from an empty context, the likeliest token fed back. DEVICE as in a
- * deployment. One JSON object on
- * stdout: tokens a second, the median of REPEATS, after one unmeasured round. */
+ * BATCH sequences (1), each after a context of CONTEXT tokens (0) whose K and V are zeros, the
+ * likeliest token fed back. DEVICE as in a deployment. One JSON object on stdout: tokens a second,
+ * the median of REPEATS, after one unmeasured round. */
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "kernels/big_memory.h"
 #include "kernels/plugins.h"
 
 #include <stdio.h>
@@ -24,11 +25,12 @@ typedef struct bench {
     const kern_backend *backend;
     kern_loaded *model;
     pd_kv_layout layout;
+    kern_memory memory; /* of the pool, where the backend has none of its own */
     void *pool;
     pd_block *blocks;
     uint32_t blocks_each; /* of one sequence */
     uint32_t *prompt;
-    uint32_t prefill, decode, batch;
+    uint32_t prefill, decode, batch, context;
 } bench;
 
 static void step(bench *b, kern_job_slice *slices, uint32_t count)
@@ -64,7 +66,7 @@ static double run_decode(bench *b)
         for (uint32_t s = 0; s < b->batch; s++)
             slices[s] = (kern_job_slice){.slice = {.tokens = &tokens[s],
                                                    .count = 1,
-                                                   .position = position,
+                                                   .position = b->context + position,
                                                    .blocks = b->blocks + (size_t)s * b->blocks_each,
                                                    .logits_from = 1},
                                          .want_token = true};
@@ -116,9 +118,13 @@ static pd_status load(bench *b, const char *device, uint32_t threads, uint32_t l
     if (b->backend->pool_own)
         status = b->backend->pool_alloc(b->model, b->layout.pool_bytes, &b->pool);
     else
-        b->pool = pd_calloc(b->layout.pool_bytes, 1);
-    if (b->pool == NULL)
-        return status != PD_OK ? status : PD_E_NOMEM;
+        status = kern_memory_map(b->layout.pool_bytes, &b->memory);
+    if (status != PD_OK)
+        return status;
+    if (!b->backend->pool_own) { /* touched: what was never written is one page of zeros */
+        b->pool = b->memory.base;
+        memset(b->pool, 0, b->layout.pool_bytes);
+    }
     return b->backend->bind(b->model, &b->layout, b->pool, false);
 }
 
@@ -127,7 +133,7 @@ static pd_status open_all(bench *b, char **argv)
     pd_status status = pd_model_file_open(argv[1], &b->file);
     if (status != PD_OK)
         return status;
-    uint32_t longest = b->prefill > b->decode ? b->prefill : b->decode;
+    uint32_t end = b->context + b->decode, longest = b->prefill > end ? b->prefill : end;
     b->blocks_each = (longest + 15) / 16;
     pd_kv_layout_options kv = {.dtype = PD_F16,
                                .block_tokens = 16,
@@ -150,13 +156,13 @@ static pd_status open_all(bench *b, char **argv)
 
 int main(int argc, char **argv)
 {
-    bench b = {.batch = argc > 7 ? number(argv[7]) : 1};
+    bench b = {.batch = argc > 7 ? number(argv[7]) : 1, .context = argc > 8 ? number(argv[8]) : 0};
     double prefill[REPEATS_MAX], decode[REPEATS_MAX];
 
     pd_log_init("engine_bench", PD_LOG_WARN);
     if (argc < 7) {
-        fprintf(stderr,
-                "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]\n");
+        fprintf(stderr, "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS "
+                        "[BATCH [CONTEXT]]\n");
         return 2;
     }
     b.prefill = number(argv[4]);
@@ -176,13 +182,13 @@ int main(int argc, char **argv)
         decode[i] = run_decode(&b);
     }
     printf("{\"backend\": \"%s\", \"threads\": %s, \"prefill\": %u, \"prefill_tok_s\": %.1f, "
-           "\"decode\": %u, \"batch\": %u, \"decode_tok_s\": %.1f}\n",
+           "\"decode\": %u, \"batch\": %u, \"context\": %u, \"decode_tok_s\": %.1f}\n",
            b.backend->describe(b.model), argv[3], b.prefill, median(prefill, repeats), b.decode,
-           b.batch, median(decode, repeats));
+           b.batch, b.context, median(decode, repeats));
     if (b.backend->pool_own)
         b.backend->pool_free(b.model);
     else
-        pd_free(b.pool);
+        kern_memory_unmap(&b.memory);
     b.backend->destroy(b.model);
     pd_model_file_close(b.file);
     pd_free(b.blocks);
