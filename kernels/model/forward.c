@@ -16,6 +16,9 @@
 #include <string.h>
 
 #define CHUNK_ROWS 32 /* weight rows a thread takes at least: a block of the next activations */
+/* Activation rows that pass through a chunk of weights together: they and what comes of them stay in
+ * the second-level cache. */
+#define ACTS_ROWS 64
 /* Up to so many rows every thread normalises all of them for itself: cheaper than a barrier. */
 #define OWN_ROWS_MAX 4
 
@@ -287,7 +290,10 @@ static void multiply_chunk(const kern_model *model, const kern_matrix *matrix, u
 {
     uint32_t rows = matrix->rows - first < chunk ? matrix->rows - first : chunk;
 
-    model->ops->matmul(matrix, first, rows, acts, acts_first, acts_rows, out, add);
+    for (uint32_t n = 0; n < acts_rows; n += ACTS_ROWS) {
+        uint32_t some = acts_rows - n < ACTS_ROWS ? acts_rows - n : ACTS_ROWS;
+        model->ops->matmul(matrix, first, rows, acts, acts_first + n, some, out + n, add);
+    }
 }
 
 static void embed(kern_model *model)
@@ -579,13 +585,16 @@ static bool feed_forward(kern_model *model, uint32_t thread, const kern_layer_we
 
     for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(&layer->gate, chunk);) {
         uint32_t col = taken * chunk, cols = ffn - col < chunk ? ffn - col : chunk;
-        multiply_chunk(model, &layer->gate, col, chunk, acts, acts_first, rows,
-                       model->gate_rows + first, false);
-        multiply_chunk(model, &layer->up, col, chunk, acts, acts_first, rows,
-                       model->up_rows + first, false);
-        for (uint32_t row = first; row < first + rows; row++) {
-            model->ops->silu_mul(model->gate_rows[row] + col, model->up_rows[row] + col, cols);
-            model->ops->quantize(&model->ffn, row, col, cols);
+        for (uint32_t n = 0; n < rows; n += ACTS_ROWS) {
+            uint32_t some = rows - n < ACTS_ROWS ? rows - n : ACTS_ROWS;
+            multiply_chunk(model, &layer->gate, col, chunk, acts, acts_first + n, some,
+                           model->gate_rows + first + n, false);
+            multiply_chunk(model, &layer->up, col, chunk, acts, acts_first + n, some,
+                           model->up_rows + first + n, false);
+            for (uint32_t row = first + n; row < first + n + some; row++) {
+                model->ops->silu_mul(model->gate_rows[row] + col, model->up_rows[row] + col, cols);
+                model->ops->quantize(&model->ffn, row, col, cols);
+            }
         }
     }
     kern_team_barrier(model->team);
