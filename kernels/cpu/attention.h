@@ -11,7 +11,7 @@
  * are turned, V's rows as they are read, and what is read from memory is asked for two tiles ahead;
  * the first tiles of the next call during this one. */
 
-#define ATT_FEW_ROWS    4
+#define ATT_ROWS        4   /* whose values are summed together */
 #define ATT_AHEAD       192 /* positions */
 #define ATT_NEXT_TOKENS 64  /* of the next call, asked for before it */
 
@@ -31,7 +31,6 @@ typedef struct att_work {
     float *queries;                    /* [rows][dim], scaled */
     float *scores;                     /* [rows][KERN_SPLIT_TOKENS] */
     float *keys;                       /* [dim][16] */
-    float *values;                     /* [16][dim] */
     float *part;                       /* [rows][dim] */
     float *result;                     /* [rows][dim] */
     float *largest, *sums;             /* [rows], of the splits so far */
@@ -41,7 +40,7 @@ typedef struct att_work {
 static size_t fast_attention_scratch_bytes(uint32_t heads, uint32_t head_dim)
 {
     size_t rows = (size_t)KERN_ATTENTION_TOKENS_MAX * heads;
-    return (rows * (3 * (size_t)head_dim + KERN_SPLIT_TOKENS + 32) + 32 * (size_t)head_dim) *
+    return (rows * (3 * (size_t)head_dim + KERN_SPLIT_TOKENS + 32) + 16 * (size_t)head_dim) *
            sizeof(float);
 }
 
@@ -85,7 +84,6 @@ static void att_init(att_work *w, const kern_attention *args)
     w->dim = args->layout->head_dim;
     w->rows = (uint32_t)rows;
     w->keys = space, space += (size_t)w->dim * 16;
-    w->values = space, space += (size_t)w->dim * 16;
     w->queries = space, space += rows * w->dim;
     w->scores = space, space += rows * KERN_SPLIT_TOKENS;
     w->part = space, space += rows * w->dim;
@@ -185,76 +183,85 @@ static void att_softmax(const att_work *w, uint32_t row, uint32_t count, float *
     *sum_out = v_tree_sum(lanes);
 }
 
-/* part[row + i] += p * V over tokens from .. to - 1 of the tile, for rows that have them all;
- * vectors consecutive groups of 16 dimensions. */
-V_INLINE void att_value_rows(const att_work *w, uint32_t row, const uint32_t rows, uint32_t tile,
-                             uint32_t from, uint32_t to, uint32_t dim_first, const uint32_t vectors)
+/* Positions of the split at first that a row sees. */
+static uint32_t att_seen(const att_work *w, uint32_t row, uint32_t first)
 {
-    const float *p = w->scores + (size_t)row * KERN_SPLIT_TOKENS + (size_t)tile * 16;
-    float *part = w->part + (size_t)row * w->dim + dim_first;
-    const float *values = w->values + dim_first;
-    v16 acc[V_PV_ROWS][4];
-
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (uint32_t v = 0; v < vectors; v++)
-            acc[i][v] = v_load(part + i * w->dim + v * 16);
-    for (uint32_t t = from; t < to; t++) {
-#pragma GCC unroll 4
-        for (uint32_t i = 0; i < rows; i++) {
-            v16 weight = v_set(p[i * KERN_SPLIT_TOKENS + t]);
-#pragma GCC unroll 4
-            for (uint32_t v = 0; v < vectors; v++)
-                acc[i][v] = v_fma(weight, v_load(values + (size_t)t * w->dim + v * 16), acc[i][v]);
-        }
-    }
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (uint32_t v = 0; v < vectors; v++)
-            v_store(part + i * w->dim + v * 16, acc[i][v]);
+    uint32_t count = att_position(w, row) + 1 - first;
+    return count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS;
 }
 
-V_INLINE void att_value_dims(const att_work *w, uint32_t row, const uint32_t rows, uint32_t tile,
-                             uint32_t from, uint32_t to)
+/* sums += p * V of one position, for a row or for several. */
+V_INLINE void att_add_value(const float *p, const uint32_t rows, const uint16_t *value,
+                            const uint32_t vectors, v16 (*sums)[V_PV_VECTORS])
+{
+    v16 values[V_PV_VECTORS];
+
+#pragma GCC unroll 4
+    for (uint32_t v = 0; v < vectors; v++)
+        values[v] = v_load_f16(value + v * 16);
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++) {
+        v16 weight = v_set(p[r * KERN_SPLIT_TOKENS]);
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            sums[r][v] = v_fma(weight, values[v], sums[r][v]);
+    }
+}
+
+/* part = p * V over the split's positions, for consecutive groups of 16 dimensions. Rows see more
+ * and more of it: first what all see, then what each sees beyond. */
+V_INLINE void att_value_rows(const att_work *w, uint32_t row, const uint32_t rows, uint32_t first,
+                             uint32_t dim_first, const uint32_t vectors, const bool ask)
+{
+    const float *p = w->scores + (size_t)row * KERN_SPLIT_TOKENS;
+    uint32_t common = att_seen(w, row, first), last = w->args->position;
+    v16 sums[ATT_ROWS][V_PV_VECTORS];
+
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            sums[r][v] = v_zero();
+    for (uint32_t j = 0; j < common; j += 16) {
+        const uint16_t *value = att_tile(&w->tiles, first + j) + w->tiles.half + dim_first;
+        uint32_t tokens = common - j < 16 ? common - j : 16;
+        if (ask && dim_first == 0 && first + j + ATT_AHEAD <= last)
+            att_ask(att_tile(&w->tiles, first + j + ATT_AHEAD) + w->tiles.half, w->dim);
+        for (uint32_t t = 0; t < tokens; t++)
+            att_add_value(p + j + t, rows, value + (size_t)t * w->dim, vectors, sums);
+    }
+#pragma GCC unroll 4
+    for (uint32_t r = 1; r < rows; r++) {
+        uint32_t seen = att_seen(w, row + r, first);
+        for (uint32_t j = common; j < seen; j++)
+            att_add_value(p + r * KERN_SPLIT_TOKENS + j, 1,
+                          att_tile(&w->tiles, first + j) + w->tiles.half + dim_first, vectors,
+                          sums + r);
+    }
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            v_store(w->part + (size_t)(row + r) * w->dim + dim_first + v * 16, sums[r][v]);
+}
+
+V_INLINE void att_values(const att_work *w, uint32_t row, const uint32_t rows, uint32_t first,
+                         const bool ask)
 {
     uint32_t d = 0;
 
-    if (from >= to)
-        return;
-    for (; d + 64 <= w->dim; d += 64)
-        att_value_rows(w, row, rows, tile, from, to, d, 4);
+    for (; d + 16 * V_PV_VECTORS <= w->dim; d += 16 * V_PV_VECTORS)
+        att_value_rows(w, row, rows, first, d, V_PV_VECTORS, ask);
     for (; d < w->dim; d += 16)
-        att_value_rows(w, row, rows, tile, from, to, d, 1);
+        att_value_rows(w, row, rows, first, d, 1, ask);
 }
 
-/* Tokens of the tile at tile_position that a row sees. */
-static uint32_t att_seen(const att_work *w, uint32_t row, uint32_t tile_position)
+static void att_values_of_all(const att_work *w, uint32_t row, uint32_t first)
 {
-    uint32_t position = att_position(w, row);
-
-    if (position < tile_position)
-        return 0;
-    return position - tile_position >= 15 ? 16 : position - tile_position + 1;
-}
-
-static void att_add_values(const att_work *w, uint32_t row, uint32_t tile, uint32_t tile_position)
-{
-    for (; row + V_PV_ROWS <= w->rows; row += V_PV_ROWS) {
-        uint32_t common = att_seen(w, row, tile_position); /* positions rise with the row */
-        att_value_dims(w, row, V_PV_ROWS, tile, 0, common);
-        for (uint32_t i = 0; i < V_PV_ROWS; i++)
-            att_value_dims(w, row + i, 1, tile, common, att_seen(w, row + i, tile_position));
-    }
+    for (; row + ATT_ROWS <= w->rows; row += ATT_ROWS)
+        att_values(w, row, ATT_ROWS, first, false);
     for (; row < w->rows; row++)
-        att_value_dims(w, row, 1, tile, 0, att_seen(w, row, tile_position));
-}
-
-static void att_load_values(const att_work *w, const uint16_t *tile)
-{
-    for (uint32_t i = 0; i < 16 * w->dim; i += 16)
-        v_store(w->values + i, v_load_f16(tile + i));
+        att_values(w, row, 1, first, false);
 }
 
 /* Folds a row's split into its result. */
@@ -295,20 +302,8 @@ static void att_split(const att_work *w, uint32_t first)
         att_score(w, row, (at - first) / 16);
     }
     for (uint32_t row = row_first; row < w->rows; row++)
-        for (uint32_t d = 0; d < w->dim; d += 16)
-            v_store(w->part + (size_t)row * w->dim + d, v_zero());
-    for (uint32_t row = row_first; row < w->rows; row++) {
-        uint32_t count = att_position(w, row) + 1 - first;
-        att_softmax(w, row, count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS,
-                    &w->split_largest[row], &w->split_sums[row]);
-    }
-    for (uint32_t at = first; at < end; at += 16) {
-        uint32_t row = row_first;
-        while (att_position(w, row) < at)
-            row += w->args->heads;
-        att_load_values(w, att_tile(&w->tiles, at) + w->tiles.half);
-        att_add_values(w, row, (at - first) / 16, at);
-    }
+        att_softmax(w, row, att_seen(w, row, first), &w->split_largest[row], &w->split_sums[row]);
+    att_values_of_all(w, row_first, first);
     for (uint32_t row = row_first; row < w->rows; row++)
         att_merge(w, row, first == 0, w->split_largest[row], w->split_sums[row]);
 }
@@ -318,7 +313,7 @@ static void att_split(const att_work *w, uint32_t first)
 V_INLINE void att_few_scores(const att_work *w, const uint32_t rows, const uint16_t *tile,
                              float *scores)
 {
-    v16 chains[ATT_FEW_ROWS][2];
+    v16 chains[ATT_ROWS][2];
 
 #pragma GCC unroll 4
     for (uint32_t r = 0; r < rows; r++)
@@ -347,48 +342,9 @@ V_INLINE void att_few_scores(const att_work *w, const uint32_t rows, const uint1
         v_store(scores + (size_t)r * KERN_SPLIT_TOKENS, v_add(chains[r][0], chains[r][1]));
 }
 
-/* part = p * V over the split's positions, for consecutive groups of 16 dimensions. */
-V_INLINE void att_few_values(const att_work *w, const uint32_t rows, uint32_t first, uint32_t count,
-                             uint32_t dim_first, const uint32_t vectors)
-{
-    uint32_t last = w->args->position;
-    v16 sums[ATT_FEW_ROWS][V_FEW_VECTORS];
-
-#pragma GCC unroll 4
-    for (uint32_t r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (uint32_t v = 0; v < vectors; v++)
-            sums[r][v] = v_zero();
-    for (uint32_t j = 0; j < count; j += 16) {
-        const uint16_t *value = att_tile(&w->tiles, first + j) + w->tiles.half + dim_first;
-        uint32_t tokens = count - j < 16 ? count - j : 16;
-        if (dim_first == 0 && first + j + ATT_AHEAD <= last)
-            att_ask(att_tile(&w->tiles, first + j + ATT_AHEAD) + w->tiles.half, w->dim);
-        for (uint32_t t = 0; t < tokens; t++, value += w->dim) {
-            v16 values[V_FEW_VECTORS];
-#pragma GCC unroll 4
-            for (uint32_t v = 0; v < vectors; v++)
-                values[v] = v_load_f16(value + v * 16);
-#pragma GCC unroll 4
-            for (uint32_t r = 0; r < rows; r++) {
-                v16 weight = v_set(w->scores[r * KERN_SPLIT_TOKENS + j + t]);
-#pragma GCC unroll 4
-                for (uint32_t v = 0; v < vectors; v++)
-                    sums[r][v] = v_fma(weight, values[v], sums[r][v]);
-            }
-        }
-    }
-#pragma GCC unroll 4
-    for (uint32_t r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (uint32_t v = 0; v < vectors; v++)
-            v_store(w->part + (size_t)r * w->dim + dim_first + v * 16, sums[r][v]);
-}
-
 V_INLINE void att_few_split(const att_work *w, const uint32_t rows, uint32_t first)
 {
-    uint32_t last = w->args->position, d = 0;
-    uint32_t count = last + 1 - first < KERN_SPLIT_TOKENS ? last + 1 - first : KERN_SPLIT_TOKENS;
+    uint32_t last = w->args->position, count = att_seen(w, 0, first);
 
     for (uint32_t j = 0; j < count; j += 16) {
         const uint16_t *tile = att_tile(&w->tiles, first + j);
@@ -400,10 +356,7 @@ V_INLINE void att_few_split(const att_work *w, const uint32_t rows, uint32_t fir
     }
     for (uint32_t r = 0; r < rows; r++)
         att_softmax(w, r, count, &w->split_largest[r], &w->split_sums[r]);
-    for (; d + 16 * V_FEW_VECTORS <= w->dim; d += 16 * V_FEW_VECTORS)
-        att_few_values(w, rows, first, count, d, V_FEW_VECTORS);
-    for (; d < w->dim; d += 16)
-        att_few_values(w, rows, first, count, d, 1);
+    att_values(w, 0, rows, first, true);
     for (uint32_t r = 0; r < rows; r++)
         att_merge(w, r, first == 0, w->split_largest[r], w->split_sums[r]);
 }
@@ -438,7 +391,7 @@ static void fast_attention(const kern_attention *args)
     if (args->next != NULL)
         att_ask_next(args->next);
     for (uint32_t first = 0; first < args->position + args->tokens; first += KERN_SPLIT_TOKENS)
-        if (args->tokens == 1 && args->heads <= ATT_FEW_ROWS)
+        if (args->tokens == 1 && args->heads <= ATT_ROWS)
             att_few(&work, first);
         else
             att_split(&work, first);

@@ -6,11 +6,10 @@
 
 #include <immintrin.h>
 
-#define V_QK_ROWS     2
-#define V_PV_ROWS     1
-#define V_FEW_VECTORS 1
-#define V_MM_ROWS     2
-#define V_MM_ACTS     2
+#define V_QK_ROWS    2
+#define V_PV_VECTORS 1
+#define V_MM_ROWS    2
+#define V_MM_ACTS    2
 
 #define V_INLINE static inline __attribute__((always_inline))
 

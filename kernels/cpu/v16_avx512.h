@@ -8,11 +8,10 @@
 
 #include <immintrin.h>
 
-#define V_QK_ROWS     8 /* query rows of a score tile: two chains each, in registers */
-#define V_PV_ROWS     4 /* rows of a value tile, four vectors each */
-#define V_FEW_VECTORS 4 /* of a few rows' value sums */
-#define V_MM_ROWS     4 /* weight rows and activation rows of a float product's tile */
-#define V_MM_ACTS     4
+#define V_QK_ROWS    8 /* query rows of a score tile: two chains each, in registers */
+#define V_PV_VECTORS 4 /* of 16 dimensions, of four query rows' value sums */
+#define V_MM_ROWS    4 /* weight rows and activation rows of a float product's tile */
+#define V_MM_ACTS    4
 
 #define V_INLINE static inline __attribute__((always_inline))
 
