@@ -16,9 +16,11 @@
 #include <string.h>
 
 #define CHUNK_ROWS 32 /* weight rows a thread takes at least: a block of the next activations */
-/* Activation rows that pass through a chunk of weights together: they and what comes of them stay in
- * the second-level cache. */
-#define ACTS_ROWS 64
+/* Steps of many rows: rows that one thread takes through everything between two attentions, so that
+ * what they become stays in its second-level cache. */
+#define BLOCK_ROWS_MIN 16
+#define BLOCK_ROWS_MAX 64
+#define BLOCK_FFN_COLS 256 /* of gate and up at once, likewise */
 /* Up to so many rows every thread normalises all of them for itself: cheaper than a barrier. */
 #define OWN_ROWS_MAX 4
 
@@ -290,10 +292,7 @@ static void multiply_chunk(const kern_model *model, const kern_matrix *matrix, u
 {
     uint32_t rows = matrix->rows - first < chunk ? matrix->rows - first : chunk;
 
-    for (uint32_t n = 0; n < acts_rows; n += ACTS_ROWS) {
-        uint32_t some = acts_rows - n < ACTS_ROWS ? acts_rows - n : ACTS_ROWS;
-        model->ops->matmul(matrix, first, rows, acts, acts_first + n, some, out + n, add);
-    }
+    model->ops->matmul(matrix, first, rows, acts, acts_first, acts_rows, out, add);
 }
 
 static void embed(kern_model *model)
@@ -577,6 +576,22 @@ static bool add_product(kern_model *model, uint32_t thread, const kern_matrix *m
     return true;
 }
 
+/* Some columns of gate and up, and what comes of them: rows first .. of the step, whose acts start
+ * at acts_first. */
+static void feed_columns(kern_model *model, const kern_layer_weights *layer, uint32_t col,
+                         uint32_t cols, const kern_acts *acts, uint32_t acts_first, uint32_t first,
+                         uint32_t rows)
+{
+    multiply_chunk(model, &layer->gate, col, cols, acts, acts_first, rows, model->gate_rows + first,
+                   false);
+    multiply_chunk(model, &layer->up, col, cols, acts, acts_first, rows, model->up_rows + first,
+                   false);
+    for (uint32_t row = first; row < first + rows; row++) {
+        model->ops->silu_mul(model->gate_rows[row] + col, model->up_rows[row] + col, cols);
+        model->ops->quantize(&model->ffn, row, col, cols);
+    }
+}
+
 static bool feed_forward(kern_model *model, uint32_t thread, const kern_layer_weights *layer,
                          uint32_t first, uint32_t rows)
 {
@@ -585,20 +600,77 @@ static bool feed_forward(kern_model *model, uint32_t thread, const kern_layer_we
 
     for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(&layer->gate, chunk);) {
         uint32_t col = taken * chunk, cols = ffn - col < chunk ? ffn - col : chunk;
-        for (uint32_t n = 0; n < rows; n += ACTS_ROWS) {
-            uint32_t some = rows - n < ACTS_ROWS ? rows - n : ACTS_ROWS;
-            multiply_chunk(model, &layer->gate, col, chunk, acts, acts_first + n, some,
-                           model->gate_rows + first + n, false);
-            multiply_chunk(model, &layer->up, col, chunk, acts, acts_first + n, some,
-                           model->up_rows + first + n, false);
-            for (uint32_t row = first + n; row < first + n + some; row++) {
-                model->ops->silu_mul(model->gate_rows[row] + col, model->up_rows[row] + col, cols);
-                model->ops->quantize(&model->ffn, row, col, cols);
-            }
-        }
+        feed_columns(model, layer, col, cols, acts, acts_first, first, rows);
     }
     kern_team_barrier(model->team);
     return add_product(model, thread, &layer->down, &model->ffn, first, rows);
+}
+
+/* --- steps of many rows: each thread takes blocks of them from one attention to the next --- */
+
+/* 0: there are too few rows for the threads, or other ranks to meet: all work on all rows. */
+static uint32_t block_rows(const kern_model *model)
+{
+    uint32_t threads = kern_team_threads(model->team), turns = threads == 1 ? 1 : 4 * threads;
+    uint32_t block = (model->rows / turns + 7) / 8 * 8;
+
+    if (model->exchange != NULL || model->rows < BLOCK_ROWS_MIN * threads)
+        return 0;
+    return block < BLOCK_ROWS_MIN   ? BLOCK_ROWS_MIN
+           : block > BLOCK_ROWS_MAX ? BLOCK_ROWS_MAX
+                                    : block;
+}
+
+static void multiply_block(const kern_model *model, const kern_matrix *matrix,
+                           const kern_acts *acts, uint32_t acts_first, uint32_t rows,
+                           float *const *out, bool add)
+{
+    model->ops->matmul(matrix, 0, matrix->rows, acts, acts_first, rows, out, add);
+}
+
+static void block_qkv(kern_model *model, const kern_layer_weights *layer, uint32_t first,
+                      uint32_t rows)
+{
+    for (uint32_t row = first; row < first + rows; row++)
+        normalize_row(model, model->x_rows[row], layer->attention_norm, &model->norm, row);
+    multiply_block(model, &layer->query, &model->norm, first, rows, model->q_rows + first, false);
+    multiply_block(model, &layer->key, &model->norm, first, rows, model->k_rows + first, false);
+    multiply_block(model, &layer->value, &model->norm, first, rows, model->v_rows + first, false);
+}
+
+static void block_rest(kern_model *model, const kern_layer_weights *layer, uint32_t first,
+                       uint32_t rows)
+{
+    float *const *x = model->x_rows + first;
+
+    multiply_block(model, &layer->output, &model->attended, first, rows, x, true);
+    if (pd_dtype_info_of(layer->output.dtype)->block_weights > 1)
+        multiply_block(model, &layer->output, &model->attended, model->rows_max + first, rows, x,
+                       true);
+    for (uint32_t row = first; row < first + rows; row++)
+        normalize_row(model, model->x_rows[row], layer->ffn_norm, &model->norm, row);
+    for (uint32_t col = 0; col < model->split.ffn; col += BLOCK_FFN_COLS) {
+        uint32_t left = model->split.ffn - col;
+        feed_columns(model, layer, col, left < BLOCK_FFN_COLS ? left : BLOCK_FFN_COLS, &model->norm,
+                     first, first, rows);
+    }
+    multiply_block(model, &layer->down, &model->ffn, first, rows, x, true);
+}
+
+/* What lies between the attention of layer index - 1 and that of layer index. */
+static void run_blocks(kern_model *model, uint32_t index, uint32_t block)
+{
+    const kern_layer_weights *layers = model->weights.layers;
+    uint32_t blocks = (model->rows + block - 1) / block;
+
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < blocks;) {
+        uint32_t first = taken * block;
+        uint32_t rows = model->rows - first < block ? model->rows - first : block;
+        if (index > 0)
+            block_rest(model, &layers[index - 1], first, rows);
+        block_qkv(model, &layers[index], first, rows);
+    }
+    kern_team_barrier(model->team);
 }
 
 static bool all_finite(const float *values, uint32_t count)
@@ -652,7 +724,7 @@ static void report_group(const kern_model *model, uint32_t thread, uint32_t laye
 static void run_layers(void *ctx, uint32_t thread)
 {
     kern_model *model = ctx;
-    uint32_t layers = model->weights.shape->layers;
+    uint32_t layers = model->weights.shape->layers, block = block_rows(model);
 
     embed(model);
     for (uint32_t index = 0; index < layers; index++) {
@@ -660,7 +732,10 @@ static void run_layers(void *ctx, uint32_t thread)
         bool last = index + 1 == layers;
         uint32_t first = last ? model->live_first : 0;
         uint32_t rows = last ? model->live_rows : model->rows;
-        project_qkv(model, thread, layer);
+        if (block != 0)
+            run_blocks(model, index, block);
+        else
+            project_qkv(model, thread, layer);
         attend_all(model, thread, index, last);
         if (model->exchange == NULL)
             report_group(model, thread, index);
@@ -669,6 +744,8 @@ static void run_layers(void *ctx, uint32_t thread)
                 report_group(model, thread, index);
             return;
         }
+        if (block != 0 && !last)
+            continue; /* with what comes before the next attention */
         if (!add_attended(model, thread, &layer->output, first, rows))
             return;
         if (model->exchange != NULL) /* by then every rank has written its heads */
