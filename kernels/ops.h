@@ -77,6 +77,12 @@ typedef struct kern_attention {
     void *scratch;                   /* attention_scratch_bytes, 64-byte aligned, this thread's */
 } kern_attention;
 
+/* Of one part, below. */
+static inline size_t kern_attention_part_floats(uint32_t heads, uint32_t head_dim)
+{
+    return (size_t)heads * (2 + (size_t)head_dim);
+}
+
 typedef struct kern_ops {
     const char *name; /* "cpu-avx512" */
 
@@ -108,6 +114,11 @@ typedef struct kern_ops {
     void (*silu_mul)(float *gate, const float *up, uint32_t count);
     size_t (*attention_scratch_bytes)(uint32_t heads, uint32_t head_dim);
     void (*attention)(const kern_attention *args);
+    /* The same in parts, for args->tokens == 1: a part is one split's largest scores, sums and
+     * values, [heads], [heads], [heads][head_dim]; every split up to the position's own, made on
+     * any thread, then joined in order. */
+    void (*attention_part)(const kern_attention *args, uint32_t split, float *part);
+    void (*attention_join)(const kern_attention *args, uint32_t splits, const float *parts);
 } kern_ops;
 
 /* device: "cpu" (the highest score), or a table's name. PD_E_UNSUPPORTED: no such table in this

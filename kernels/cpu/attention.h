@@ -265,8 +265,9 @@ static void att_values_of_all(const att_work *w, uint32_t row, uint32_t first)
 }
 
 /* Folds a row's split into its result. */
-static void att_merge(const att_work *w, uint32_t row, bool first, float largest, float sum)
+static void att_merge(const att_work *w, uint32_t row, bool first)
 {
+    float largest = w->split_largest[row], sum = w->split_sums[row];
     float *result = w->result + (size_t)row * w->dim;
     const float *part = w->part + (size_t)row * w->dim;
 
@@ -286,7 +287,8 @@ static void att_merge(const att_work *w, uint32_t row, bool first, float largest
     w->largest[row] = both;
 }
 
-static void att_split(const att_work *w, uint32_t first)
+/* A split's scores and values, of the rows that see some of it: the first one is returned. */
+static uint32_t att_split(const att_work *w, uint32_t first)
 {
     uint32_t last = att_position(w, w->rows - 1);
     uint32_t end = last + 1 - first < KERN_SPLIT_TOKENS ? last + 1 : first + KERN_SPLIT_TOKENS;
@@ -304,8 +306,7 @@ static void att_split(const att_work *w, uint32_t first)
     for (uint32_t row = row_first; row < w->rows; row++)
         att_softmax(w, row, att_seen(w, row, first), &w->split_largest[row], &w->split_sums[row]);
     att_values_of_all(w, row_first, first);
-    for (uint32_t row = row_first; row < w->rows; row++)
-        att_merge(w, row, first == 0, w->split_largest[row], w->split_sums[row]);
+    return row_first;
 }
 
 /* --- few rows of one token --- */
@@ -357,8 +358,6 @@ V_INLINE void att_few_split(const att_work *w, const uint32_t rows, uint32_t fir
     for (uint32_t r = 0; r < rows; r++)
         att_softmax(w, r, count, &w->split_largest[r], &w->split_sums[r]);
     att_values(w, 0, rows, first, true);
-    for (uint32_t r = 0; r < rows; r++)
-        att_merge(w, r, first == 0, w->split_largest[r], w->split_sums[r]);
 }
 
 static void att_few(const att_work *w, uint32_t first)
@@ -383,6 +382,28 @@ static void att_ask_next(const kern_attention *next)
     }
 }
 
+/* The part of all rows, or of those from the returned one on. */
+static uint32_t att_part(const att_work *w, uint32_t first)
+{
+    if (w->args->tokens > 1 || w->rows > ATT_ROWS)
+        return att_split(w, first);
+    att_few(w, first);
+    return 0;
+}
+
+static void att_finish(const att_work *w)
+{
+    const kern_attention *args = w->args;
+
+    for (uint32_t row = 0; row < w->rows; row++) {
+        float *out =
+            args->out + row / args->heads * args->out_stride + (size_t)(row % args->heads) * w->dim;
+        v16 inverse = v_set(1.0f / w->sums[row]);
+        for (uint32_t d = 0; d < w->dim; d += 16)
+            v_store(out + d, v_mul(v_load(w->result + (size_t)row * w->dim + d), inverse));
+    }
+}
+
 static void fast_attention(const kern_attention *args)
 {
     att_work work;
@@ -391,15 +412,38 @@ static void fast_attention(const kern_attention *args)
     if (args->next != NULL)
         att_ask_next(args->next);
     for (uint32_t first = 0; first < args->position + args->tokens; first += KERN_SPLIT_TOKENS)
-        if (args->tokens == 1 && args->heads <= ATT_ROWS)
-            att_few(&work, first);
-        else
-            att_split(&work, first);
-    for (uint32_t row = 0; row < work.rows; row++) {
-        float *out = args->out + row / args->heads * args->out_stride +
-                     (size_t)(row % args->heads) * work.dim;
-        v16 inverse = v_set(1.0f / work.sums[row]);
-        for (uint32_t d = 0; d < work.dim; d += 16)
-            v_store(out + d, v_mul(v_load(work.result + (size_t)row * work.dim + d), inverse));
+        for (uint32_t row = att_part(&work, first); row < work.rows; row++)
+            att_merge(&work, row, first == 0);
+    att_finish(&work);
+}
+
+/* Where a part of one token lies; const where it is only read. */
+static void att_point_to_part(att_work *w, float *part)
+{
+    w->split_largest = part;
+    w->split_sums = part + w->rows;
+    w->part = part + 2 * (size_t)w->rows;
+}
+
+static void fast_attention_part(const kern_attention *args, uint32_t split, float *part)
+{
+    att_work work;
+
+    att_init(&work, args);
+    att_point_to_part(&work, part);
+    (void)att_part(&work, split * KERN_SPLIT_TOKENS);
+}
+
+static void fast_attention_join(const kern_attention *args, uint32_t splits, const float *parts)
+{
+    att_work work;
+
+    att_init(&work, args);
+    for (uint32_t split = 0; split < splits; split++) {
+        att_point_to_part(&work, (float *)(uintptr_t)parts +
+                                     split * kern_attention_part_floats(args->heads, work.dim));
+        for (uint32_t row = 0; row < work.rows; row++)
+            att_merge(&work, row, split == 0);
     }
+    att_finish(&work);
 }

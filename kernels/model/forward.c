@@ -24,6 +24,10 @@
 /* Up to so many rows every thread normalises all of them for itself: cheaper than a barrier. */
 #define OWN_ROWS_MAX 4
 
+/* Attention in parts: for at most so many heads a thread, and from so many splits a token on. */
+#define PART_ITEMS      2
+#define PART_SPLITS_MIN 2
+
 /* Query tokens that are attended together. */
 typedef struct token_group {
     uint32_t slice;
@@ -65,11 +69,13 @@ struct kern_model {
     uint32_t *logits_row;                           /* [logits rows] row of the step */
     token_group *groups;                            /* [rows] */
     place_run *runs;                                /* [rows] */
+    float *parts; /* [PART_ITEMS a thread][splits of context_max][kern_attention_part_floats] */
     float **x_rows, **q_rows, **k_rows, **v_rows, **gate_rows, **up_rows, **logits_rows;
     /* the step under way; written by the stepping thread between steps */
     const kern_step *step;
     uint32_t rows, logits_count, groups_count, runs_count;
     bool all_single;                /* every slice is one token */
+    bool in_parts;                  /* attends_in_parts */
     uint32_t live_first, live_rows; /* rows that the last layer's output is wanted of */
     atomic_bool broken;             /* a logit is not finite */
     bool alone;                     /* a rank is gone; written between barriers of the team */
@@ -100,6 +106,15 @@ static kern_acts carve_acts(carver *c, size_t rows, uint32_t cols)
     return acts;
 }
 
+/* Of all splits of one row and KV head. */
+static size_t item_part_floats(const kern_model *model)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    size_t splits = (model->context_max + KERN_SPLIT_TOKENS - 1) / KERN_SPLIT_TOKENS;
+
+    return splits * kern_attention_part_floats(shape->heads / shape->kv_heads, shape->head_dim);
+}
+
 static void carve_model(carver *c, kern_model *model)
 {
     const pd_model_shape *shape = model->weights.shape;
@@ -128,6 +143,8 @@ static void carve_model(carver *c, kern_model *model)
     model->up_rows = carve(c, rows, sizeof(float *));
     model->logits_rows = carve(c, model->logits_rows_max, sizeof(float *));
     uint32_t group = shape->heads / shape->kv_heads;
+    model->parts = carve(c, PART_ITEMS * kern_team_threads(model->team) * item_part_floats(model),
+                         sizeof(float));
     size_t scratch = model->ops->attention_scratch_bytes(group, shape->head_dim);
     for (uint32_t thread = 0; thread < kern_team_threads(model->team); thread++) {
         thread_memory *memory = &model->threads[thread];
@@ -441,13 +458,25 @@ static kern_attention attention_of(const kern_model *model, uint32_t thread, uin
     };
 }
 
-/* next: what this thread attends afterwards; group NULL: nothing. */
-static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
-                         const attend_item *item, const attend_item *next)
+/* A head's attention of some rows goes on as two quantised rows each. */
+static void quantize_attended(kern_model *model, const attend_item *item)
 {
     const pd_model_shape *shape = model->weights.shape;
     uint32_t cols = shape->heads / shape->kv_heads * shape->head_dim;
     kern_acts *acts = &model->attended;
+
+    for (uint32_t t = 0; t < item->group->tokens; t++) {
+        uint32_t row = item->group->row + t, residual_row = model->rows_max + row;
+        model->ops->quantize(acts, row, item->kv_head * cols, cols);
+        model->ops->residual(acts, row, item->kv_head * cols, cols, residual_row);
+        model->ops->quantize(acts, residual_row, item->kv_head * cols, cols);
+    }
+}
+
+/* next: what this thread attends afterwards; group NULL: nothing. */
+static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
+                         const attend_item *item, const attend_item *next)
+{
     kern_attention args = attention_of(model, thread, layer, item), next_args;
 
     if (next->group != NULL) {
@@ -455,12 +484,56 @@ static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
         args.next = &next_args;
     }
     model->ops->attention(&args);
-    for (uint32_t t = 0; t < item->group->tokens; t++) {
-        uint32_t row = item->group->row + t, residual_row = model->rows_max + row;
-        model->ops->quantize(acts, row, item->kv_head * cols, cols);
-        model->ops->residual(acts, row, item->kv_head * cols, cols, residual_row);
-        model->ops->quantize(acts, residual_row, item->kv_head * cols, cols);
+    quantize_attended(model, item);
+}
+
+static uint32_t splits_of(const kern_model *model, const token_group *group)
+{
+    return model->row_position[group->row] / KERN_SPLIT_TOKENS + 1;
+}
+
+/* Fewer heads of single tokens than threads, or hardly more, and long contexts: their splits are
+ * what threads take. */
+static bool attends_in_parts(const kern_model *model)
+{
+    uint32_t threads = kern_team_threads(model->team), splits = 0;
+    uint32_t items = model->groups_count * model->split.kv_heads;
+
+    if (!model->all_single || threads == 1 || items > threads * PART_ITEMS)
+        return false;
+    for (uint32_t g = 0; g < model->groups_count; g++)
+        splits += splits_of(model, &model->groups[g]);
+    return splits >= PART_SPLITS_MIN * model->groups_count;
+}
+
+/* After K and V are placed. */
+static void attend_in_parts(kern_model *model, uint32_t thread, uint32_t layer)
+{
+    uint32_t kv_heads = model->split.kv_heads, items = model->groups_count * kv_heads, all = 0;
+    uint32_t group_heads = model->weights.shape->heads / model->weights.shape->kv_heads;
+    size_t part = kern_attention_part_floats(group_heads, model->weights.shape->head_dim);
+
+    for (uint32_t g = 0; g < model->groups_count; g++)
+        all += splits_of(model, &model->groups[g]) * kv_heads;
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < all;) {
+        uint32_t item = 0, split = taken;
+        for (uint32_t its; split >= (its = splits_of(model, &model->groups[item / kv_heads]));
+             item++)
+            split -= its;
+        attend_item found = {&model->groups[item / kv_heads], item % kv_heads};
+        kern_attention args = attention_of(model, thread, layer, &found);
+        model->ops->attention_part(&args, split,
+                                   model->parts + item * item_part_floats(model) + split * part);
     }
+    kern_team_barrier(model->team);
+    for (uint32_t item; (item = kern_team_take(model->team)) < items;) {
+        attend_item found = {&model->groups[item / kv_heads], item % kv_heads};
+        kern_attention args = attention_of(model, thread, layer, &found);
+        model->ops->attention_join(&args, splits_of(model, found.group),
+                                   model->parts + item * item_part_floats(model));
+        quantize_attended(model, &found);
+    }
+    kern_team_barrier(model->team);
 }
 
 /* The next of the items that nobody has; group NULL: none is left. The longest contexts first: they
@@ -481,11 +554,15 @@ static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool 
 {
     uint32_t kv_heads = model->split.kv_heads;
 
-    if (!model->all_single) {
+    if (!model->all_single || model->in_parts) {
         uint32_t placings = model->runs_count * kv_heads;
         for (uint32_t taken; (taken = kern_team_take(model->team)) < placings;)
             place_run_of_head(model, layer, &model->runs[taken / kv_heads], taken % kv_heads);
         kern_team_barrier(model->team);
+    }
+    if (model->in_parts) {
+        attend_in_parts(model, thread, layer);
+        return;
     }
     for (attend_item item = take_item(model), next; item.group != NULL; item = next) {
         const token_group *group = item.group;
@@ -860,6 +937,7 @@ pd_status kern_model_step(kern_model *model, const kern_step *step)
     model->all_single = true;
     for (uint32_t i = 0; i < step->slices_count; i++)
         add_slice(model, step, i);
+    model->in_parts = attends_in_parts(model);
     model->live_first = model->live_rows = 0;
     if (model->logits_count > 0) {
         model->live_first = model->logits_row[0];
