@@ -70,12 +70,13 @@ static inline uint16_t kern_f32_to_f16(float value)
     return (uint16_t)(sign | ((magnitude - 0x38000000) >> 13));
 }
 
-#define KERN_EXP_MIN   -87.0f /* below, exp is taken as exp(-87), 1.6e-38 */
-#define KERN_EXP_MAX   88.0f
-#define KERN_EXP_LOG2E 0x1.715476p+0f
-#define KERN_EXP_MAGIC 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer */
-#define KERN_LN2_HIGH  0x1.62e4p-1f
-#define KERN_LN2_LOW   0x1.7f7d1cp-20f
+#define KERN_EXP_MIN        -87.0f /* below, exp is taken as exp(-87), 1.6e-38 */
+#define KERN_EXP_MAX        88.0f
+#define KERN_EXP_LOG2E      0x1.715476p+0f
+#define KERN_EXP_MAGIC      12582912.0f /* 1.5 * 2^23: adding it rounds to an integer */
+#define KERN_EXP_MAGIC_BITS 0x4b400000
+#define KERN_LN2_HIGH       0x1.62e4p-1f
+#define KERN_LN2_LOW        0x1.7f7d1cp-20f
 
 /* e^value: Taylor's series to the 7th power around the nearest multiple of ln 2; relative error
  * about 1e-7. The order of operations is the definition. */

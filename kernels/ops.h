@@ -61,6 +61,8 @@ typedef struct kern_acts {
  * pool already. Query and output rows: [heads][head_dim] of the query heads sharing this KV head.
  */
 typedef struct kern_attention {
+    /* what this thread will attend next, so that its K and V can be asked for; NULL: unknown */
+    const struct kern_attention *next;
     const pd_kv_layout *layout;
     const void *pool;
     const pd_block *blocks;
@@ -74,6 +76,12 @@ typedef struct kern_attention {
     size_t query_stride, out_stride; /* floats */
     void *scratch;                   /* attention_scratch_bytes, 64-byte aligned, this thread's */
 } kern_attention;
+
+/* Of one part, below. */
+static inline size_t kern_attention_part_floats(uint32_t heads, uint32_t head_dim)
+{
+    return (size_t)heads * (2 + (size_t)head_dim);
+}
 
 typedef struct kern_ops {
     const char *name; /* "cpu-avx512" */
@@ -106,6 +114,11 @@ typedef struct kern_ops {
     void (*silu_mul)(float *gate, const float *up, uint32_t count);
     size_t (*attention_scratch_bytes)(uint32_t heads, uint32_t head_dim);
     void (*attention)(const kern_attention *args);
+    /* The same in parts, for args->tokens == 1: a part is one split's largest scores, sums and
+     * values, [heads], [heads], [heads][head_dim]; every split up to the position's own, made on
+     * any thread, then joined in order. */
+    void (*attention_part)(const kern_attention *args, uint32_t split, float *part);
+    void (*attention_join)(const kern_attention *args, uint32_t splits, const float *parts);
 } kern_ops;
 
 /* device: "cpu" (the highest score), or a table's name. PD_E_UNSUPPORTED: no such table in this

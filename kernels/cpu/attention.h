@@ -4,16 +4,33 @@
  *
  * The rows of one call (tokens x query heads of the KV head) share each tile: K is turned once so
  * that a vector holds one dimension of 16 tokens, and every row's 16 scores are then two chains of
- * fused multiply-adds, as the reference has them. A tile's positions past the last query row are
- * never read; a row's positions past its own are never added. */
+ * fused multiply-adds, as the reference has them. What lies past a row's own position is never
+ * added, whatever it is: a tile is read whole.
+ *
+ * One token's few rows (decode) need no copies of K and V: K's columns go into the chains as they
+ * are turned, V's rows as they are read, and what is read from memory is asked for two tiles ahead;
+ * the first tiles of the next call during this one. */
+
+#define ATT_ROWS        4   /* whose values are summed together */
+#define ATT_AHEAD       192 /* positions */
+#define ATT_NEXT_TOKENS 64  /* of the next call, asked for before it */
+
+/* Where a call's tiles lie. */
+typedef struct att_tiles {
+    const uint8_t *block_0; /* where block 0 of the pool has this layer's K of the head */
+    uint64_t block_bytes;   /* from one block to the next */
+    const pd_block *blocks;
+    uint32_t block_tokens, token_bytes;
+    size_t half; /* from K to V, in f16 */
+} att_tiles;
 
 typedef struct att_work {
     const kern_attention *args;
+    att_tiles tiles;
     uint32_t dim, rows;
     float *queries;                    /* [rows][dim], scaled */
     float *scores;                     /* [rows][KERN_SPLIT_TOKENS] */
     float *keys;                       /* [dim][16] */
-    float *values;                     /* [16][dim] */
     float *part;                       /* [rows][dim] */
     float *result;                     /* [rows][dim] */
     float *largest, *sums;             /* [rows], of the splits so far */
@@ -23,8 +40,38 @@ typedef struct att_work {
 static size_t fast_attention_scratch_bytes(uint32_t heads, uint32_t head_dim)
 {
     size_t rows = (size_t)KERN_ATTENTION_TOKENS_MAX * heads;
-    return (rows * (3 * (size_t)head_dim + KERN_SPLIT_TOKENS + 32) + 32 * (size_t)head_dim) *
+    return (rows * (3 * (size_t)head_dim + KERN_SPLIT_TOKENS + 32) + 16 * (size_t)head_dim) *
            sizeof(float);
+}
+
+static att_tiles att_tiles_of(const kern_attention *args)
+{
+    const pd_kv_layout *layout = args->layout;
+    uint64_t first = pd_kv_layout_k_offset(layout, args->layer, 0, args->kv_head);
+    uint64_t second =
+        layout->blocks > 1 ? pd_kv_layout_k_offset(layout, args->layer, 1, args->kv_head) : first;
+
+    return (att_tiles){.block_0 = (const uint8_t *)args->pool + first,
+                       .block_bytes = second - first,
+                       .blocks = args->blocks,
+                       .block_tokens = layout->block_tokens,
+                       .token_bytes = (uint32_t)layout->token_bytes,
+                       .half = layout->half_bytes / 2};
+}
+
+/* K of the tile that holds the position's token and the 15 after it. */
+V_INLINE const uint16_t *att_tile(const att_tiles *tiles, uint32_t position)
+{
+    uint32_t block = position / tiles->block_tokens, token = position % tiles->block_tokens;
+
+    return (const uint16_t *)(tiles->block_0 + tiles->blocks[block] * tiles->block_bytes +
+                              (size_t)token * tiles->token_bytes);
+}
+
+V_INLINE void att_ask(const uint16_t *tile, uint32_t dim)
+{
+    for (uint32_t i = 0; i < 16 * dim; i += 32)
+        __builtin_prefetch(tile + i, 0, 2);
 }
 
 static void att_init(att_work *w, const kern_attention *args)
@@ -33,10 +80,10 @@ static void att_init(att_work *w, const kern_attention *args)
     size_t rows = (size_t)args->tokens * args->heads;
 
     w->args = args;
+    w->tiles = att_tiles_of(args);
     w->dim = args->layout->head_dim;
     w->rows = (uint32_t)rows;
     w->keys = space, space += (size_t)w->dim * 16;
-    w->values = space, space += (size_t)w->dim * 16;
     w->queries = space, space += rows * w->dim;
     w->scores = space, space += rows * KERN_SPLIT_TOKENS;
     w->part = space, space += rows * w->dim;
@@ -59,24 +106,17 @@ static uint32_t att_position(const att_work *w, uint32_t row)
     return w->args->position + row / w->args->heads;
 }
 
-static const uint16_t *att_tile(const att_work *w, uint32_t position)
-{
-    const pd_kv_layout *layout = w->args->layout;
-    uint64_t offset = pd_kv_layout_k_offset(
-        layout, w->args->layer, w->args->blocks[position / layout->block_tokens], w->args->kv_head);
-    offset += (position % layout->block_tokens) * layout->token_bytes;
-    return (const uint16_t *)((const uint8_t *)w->args->pool + offset);
-}
-
-/* K of the tile, turned; tokens from valid on as zeros. */
-static void att_load_keys(const att_work *w, const uint16_t *tile, uint32_t valid)
+/* K of the tile, turned. */
+static void att_load_keys(const att_work *w, const uint16_t *tile)
 {
     for (uint32_t d = 0; d < w->dim; d += 16) {
-        v16 rows[16];
-#pragma GCC unroll 16
-        for (uint32_t t = 0; t < 16; t++)
-            rows[t] = t < valid ? v_load_f16(tile + (size_t)t * w->dim + d) : v_zero();
-        v_transpose(rows, w->keys + (size_t)d * 16);
+        v16x2 columns[8];
+        v_turn_f16(tile + d, w->dim, columns);
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; i++) {
+            v_store(w->keys + (size_t)(d + i) * 16, v_first(columns[i]));
+            v_store(w->keys + (size_t)(d + 8 + i) * 16, v_second(columns[i]));
+        }
     }
 }
 
@@ -143,81 +183,91 @@ static void att_softmax(const att_work *w, uint32_t row, uint32_t count, float *
     *sum_out = v_tree_sum(lanes);
 }
 
-/* part[row + i] += p * V over tokens from .. to - 1 of the tile, for rows that have them all;
- * vectors consecutive groups of 16 dimensions. */
-V_INLINE void att_value_rows(const att_work *w, uint32_t row, const uint32_t rows, uint32_t tile,
-                             uint32_t from, uint32_t to, uint32_t dim_first, const uint32_t vectors)
+/* Positions of the split at first that a row sees. */
+static uint32_t att_seen(const att_work *w, uint32_t row, uint32_t first)
 {
-    const float *p = w->scores + (size_t)row * KERN_SPLIT_TOKENS + (size_t)tile * 16;
-    float *part = w->part + (size_t)row * w->dim + dim_first;
-    const float *values = w->values + dim_first;
-    v16 acc[V_PV_ROWS][4];
-
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (uint32_t v = 0; v < vectors; v++)
-            acc[i][v] = v_load(part + i * w->dim + v * 16);
-    for (uint32_t t = from; t < to; t++) {
-#pragma GCC unroll 4
-        for (uint32_t i = 0; i < rows; i++) {
-            v16 weight = v_set(p[i * KERN_SPLIT_TOKENS + t]);
-#pragma GCC unroll 4
-            for (uint32_t v = 0; v < vectors; v++)
-                acc[i][v] = v_fma(weight, v_load(values + (size_t)t * w->dim + v * 16), acc[i][v]);
-        }
-    }
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < rows; i++)
-#pragma GCC unroll 4
-        for (uint32_t v = 0; v < vectors; v++)
-            v_store(part + i * w->dim + v * 16, acc[i][v]);
+    uint32_t count = att_position(w, row) + 1 - first;
+    return count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS;
 }
 
-V_INLINE void att_value_dims(const att_work *w, uint32_t row, const uint32_t rows, uint32_t tile,
-                             uint32_t from, uint32_t to)
+/* sums += p * V of one position, for a row or for several. */
+V_INLINE void att_add_value(const float *p, const uint32_t rows, const uint16_t *value,
+                            const uint32_t vectors, v16 (*sums)[V_PV_VECTORS])
+{
+    v16 values[V_PV_VECTORS];
+
+#pragma GCC unroll 4
+    for (uint32_t v = 0; v < vectors; v++)
+        values[v] = v_load_f16(value + v * 16);
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++) {
+        v16 weight = v_set(p[r * KERN_SPLIT_TOKENS]);
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            sums[r][v] = v_fma(weight, values[v], sums[r][v]);
+    }
+}
+
+/* part = p * V over the split's positions, for consecutive groups of 16 dimensions. Rows see more
+ * and more of it: first what all see, then what each sees beyond. */
+V_INLINE void att_value_rows(const att_work *w, uint32_t row, const uint32_t rows, uint32_t first,
+                             uint32_t dim_first, const uint32_t vectors, const bool ask)
+{
+    const float *p = w->scores + (size_t)row * KERN_SPLIT_TOKENS;
+    uint32_t common = att_seen(w, row, first), last = w->args->position;
+    v16 sums[ATT_ROWS][V_PV_VECTORS];
+
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            sums[r][v] = v_zero();
+    for (uint32_t j = 0; j < common; j += 16) {
+        const uint16_t *value = att_tile(&w->tiles, first + j) + w->tiles.half + dim_first;
+        uint32_t tokens = common - j < 16 ? common - j : 16;
+        if (ask && dim_first == 0 && first + j + ATT_AHEAD <= last)
+            att_ask(att_tile(&w->tiles, first + j + ATT_AHEAD) + w->tiles.half, w->dim);
+        for (uint32_t t = 0; t < tokens; t++)
+            att_add_value(p + j + t, rows, value + (size_t)t * w->dim, vectors, sums);
+    }
+#pragma GCC unroll 4
+    for (uint32_t r = 1; r < rows; r++) {
+        uint32_t seen = att_seen(w, row + r, first);
+        for (uint32_t j = common; j < seen; j++)
+            att_add_value(p + r * KERN_SPLIT_TOKENS + j, 1,
+                          att_tile(&w->tiles, first + j) + w->tiles.half + dim_first, vectors,
+                          sums + r);
+    }
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (uint32_t v = 0; v < vectors; v++)
+            v_store(w->part + (size_t)(row + r) * w->dim + dim_first + v * 16, sums[r][v]);
+}
+
+V_INLINE void att_values(const att_work *w, uint32_t row, const uint32_t rows, uint32_t first,
+                         const bool ask)
 {
     uint32_t d = 0;
 
-    if (from >= to)
-        return;
-    for (; d + 64 <= w->dim; d += 64)
-        att_value_rows(w, row, rows, tile, from, to, d, 4);
+    for (; d + 16 * V_PV_VECTORS <= w->dim; d += 16 * V_PV_VECTORS)
+        att_value_rows(w, row, rows, first, d, V_PV_VECTORS, ask);
     for (; d < w->dim; d += 16)
-        att_value_rows(w, row, rows, tile, from, to, d, 1);
+        att_value_rows(w, row, rows, first, d, 1, ask);
 }
 
-/* Tokens of the tile at tile_position that a row sees. */
-static uint32_t att_seen(const att_work *w, uint32_t row, uint32_t tile_position)
+static void att_values_of_all(const att_work *w, uint32_t row, uint32_t first)
 {
-    uint32_t position = att_position(w, row);
-
-    if (position < tile_position)
-        return 0;
-    return position - tile_position >= 15 ? 16 : position - tile_position + 1;
-}
-
-static void att_add_values(const att_work *w, uint32_t row, uint32_t tile, uint32_t tile_position)
-{
-    for (; row + V_PV_ROWS <= w->rows; row += V_PV_ROWS) {
-        uint32_t common = att_seen(w, row, tile_position); /* positions rise with the row */
-        att_value_dims(w, row, V_PV_ROWS, tile, 0, common);
-        for (uint32_t i = 0; i < V_PV_ROWS; i++)
-            att_value_dims(w, row + i, 1, tile, common, att_seen(w, row + i, tile_position));
-    }
+    for (; row + ATT_ROWS <= w->rows; row += ATT_ROWS)
+        att_values(w, row, ATT_ROWS, first, false);
     for (; row < w->rows; row++)
-        att_value_dims(w, row, 1, tile, 0, att_seen(w, row, tile_position));
-}
-
-static void att_load_values(const att_work *w, const uint16_t *tile, uint32_t valid)
-{
-    for (uint32_t i = 0; i < valid * w->dim; i += 16)
-        v_store(w->values + i, v_load_f16(tile + i));
+        att_values(w, row, 1, first, false);
 }
 
 /* Folds a row's split into its result. */
-static void att_merge(const att_work *w, uint32_t row, bool first, float largest, float sum)
+static void att_merge(const att_work *w, uint32_t row, bool first)
 {
+    float largest = w->split_largest[row], sum = w->split_sums[row];
     float *result = w->result + (size_t)row * w->dim;
     const float *part = w->part + (size_t)row * w->dim;
 
@@ -237,7 +287,8 @@ static void att_merge(const att_work *w, uint32_t row, bool first, float largest
     w->largest[row] = both;
 }
 
-static void att_split(const att_work *w, uint32_t first)
+/* A split's scores and values, of the rows that see some of it: the first one is returned. */
+static uint32_t att_split(const att_work *w, uint32_t first)
 {
     uint32_t last = att_position(w, w->rows - 1);
     uint32_t end = last + 1 - first < KERN_SPLIT_TOKENS ? last + 1 : first + KERN_SPLIT_TOKENS;
@@ -249,27 +300,108 @@ static void att_split(const att_work *w, uint32_t first)
         uint32_t row = row_first;
         while (att_position(w, row) < at)
             row += w->args->heads;
-        att_load_keys(w, att_tile(w, at), end - at < 16 ? end - at : 16);
+        att_load_keys(w, att_tile(&w->tiles, at));
         att_score(w, row, (at - first) / 16);
     }
     for (uint32_t row = row_first; row < w->rows; row++)
+        att_softmax(w, row, att_seen(w, row, first), &w->split_largest[row], &w->split_sums[row]);
+    att_values_of_all(w, row_first, first);
+    return row_first;
+}
+
+/* --- few rows of one token --- */
+
+V_INLINE void att_few_scores(const att_work *w, const uint32_t rows, const uint16_t *tile,
+                             float *scores)
+{
+    v16 chains[ATT_ROWS][2];
+
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+        chains[r][0] = chains[r][1] = v_zero();
+    for (uint32_t d = 0; d < w->dim; d += 16) {
+        const float *query = w->queries + d;
+        v16x2 columns[8];
+        v_turn_f16(tile + d, w->dim, columns);
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; i++) {
+            v16 key = v_first(columns[i]);
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < rows; r++)
+                chains[r][i % 2] = v_fma(v_set(query[r * w->dim + i]), key, chains[r][i % 2]);
+        }
+#pragma GCC unroll 8
+        for (uint32_t i = 0; i < 8; i++) {
+            v16 key = v_second(columns[i]);
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < rows; r++)
+                chains[r][i % 2] = v_fma(v_set(query[r * w->dim + 8 + i]), key, chains[r][i % 2]);
+        }
+    }
+#pragma GCC unroll 4
+    for (uint32_t r = 0; r < rows; r++)
+        v_store(scores + (size_t)r * KERN_SPLIT_TOKENS, v_add(chains[r][0], chains[r][1]));
+}
+
+V_INLINE void att_few_split(const att_work *w, const uint32_t rows, uint32_t first)
+{
+    uint32_t last = w->args->position, count = att_seen(w, 0, first);
+
+    for (uint32_t j = 0; j < count; j += 16) {
+        const uint16_t *tile = att_tile(&w->tiles, first + j);
+        if (j < ATT_AHEAD) /* the others are asked for among the values */
+            att_ask(tile + w->tiles.half, w->dim);
+        if (first + j + ATT_AHEAD <= last)
+            att_ask(att_tile(&w->tiles, first + j + ATT_AHEAD), w->dim);
+        att_few_scores(w, rows, tile, w->scores + j);
+    }
+    for (uint32_t r = 0; r < rows; r++)
+        att_softmax(w, r, count, &w->split_largest[r], &w->split_sums[r]);
+    att_values(w, 0, rows, first, true);
+}
+
+static void att_few(const att_work *w, uint32_t first)
+{
+    switch (w->rows) {
+    case 1: att_few_split(w, 1, first); break;
+    case 2: att_few_split(w, 2, first); break;
+    case 3: att_few_split(w, 3, first); break;
+    default: att_few_split(w, 4, first); break;
+    }
+}
+
+static void att_ask_next(const kern_attention *next)
+{
+    att_tiles tiles = att_tiles_of(next);
+    uint32_t end = next->position < ATT_NEXT_TOKENS ? next->position + 1 : ATT_NEXT_TOKENS;
+
+    for (uint32_t at = 0; at < end; at += 16) {
+        const uint16_t *tile = att_tile(&tiles, at);
+        att_ask(tile, next->layout->head_dim);
+        att_ask(tile + tiles.half, next->layout->head_dim);
+    }
+}
+
+/* The part of all rows, or of those from the returned one on. */
+static uint32_t att_part(const att_work *w, uint32_t first)
+{
+    if (w->args->tokens > 1 || w->rows > ATT_ROWS)
+        return att_split(w, first);
+    att_few(w, first);
+    return 0;
+}
+
+static void att_finish(const att_work *w)
+{
+    const kern_attention *args = w->args;
+
+    for (uint32_t row = 0; row < w->rows; row++) {
+        float *out =
+            args->out + row / args->heads * args->out_stride + (size_t)(row % args->heads) * w->dim;
+        v16 inverse = v_set(1.0f / w->sums[row]);
         for (uint32_t d = 0; d < w->dim; d += 16)
-            v_store(w->part + (size_t)row * w->dim + d, v_zero());
-    for (uint32_t row = row_first; row < w->rows; row++) {
-        uint32_t count = att_position(w, row) + 1 - first;
-        att_softmax(w, row, count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS,
-                    &w->split_largest[row], &w->split_sums[row]);
+            v_store(out + d, v_mul(v_load(w->result + (size_t)row * w->dim + d), inverse));
     }
-    for (uint32_t at = first; at < end; at += 16) {
-        uint32_t row = row_first;
-        while (att_position(w, row) < at)
-            row += w->args->heads;
-        att_load_values(w, att_tile(w, at) + w->args->layout->half_bytes / 2,
-                        end - at < 16 ? end - at : 16);
-        att_add_values(w, row, (at - first) / 16, at);
-    }
-    for (uint32_t row = row_first; row < w->rows; row++)
-        att_merge(w, row, first == 0, w->split_largest[row], w->split_sums[row]);
 }
 
 static void fast_attention(const kern_attention *args)
@@ -277,13 +409,41 @@ static void fast_attention(const kern_attention *args)
     att_work work;
 
     att_init(&work, args);
+    if (args->next != NULL)
+        att_ask_next(args->next);
     for (uint32_t first = 0; first < args->position + args->tokens; first += KERN_SPLIT_TOKENS)
-        att_split(&work, first);
-    for (uint32_t row = 0; row < work.rows; row++) {
-        float *out = args->out + row / args->heads * args->out_stride +
-                     (size_t)(row % args->heads) * work.dim;
-        v16 inverse = v_set(1.0f / work.sums[row]);
-        for (uint32_t d = 0; d < work.dim; d += 16)
-            v_store(out + d, v_mul(v_load(work.result + (size_t)row * work.dim + d), inverse));
+        for (uint32_t row = att_part(&work, first); row < work.rows; row++)
+            att_merge(&work, row, first == 0);
+    att_finish(&work);
+}
+
+/* Where a part of one token lies; const where it is only read. */
+static void att_point_to_part(att_work *w, float *part)
+{
+    w->split_largest = part;
+    w->split_sums = part + w->rows;
+    w->part = part + 2 * (size_t)w->rows;
+}
+
+static void fast_attention_part(const kern_attention *args, uint32_t split, float *part)
+{
+    att_work work;
+
+    att_init(&work, args);
+    att_point_to_part(&work, part);
+    (void)att_part(&work, split * KERN_SPLIT_TOKENS);
+}
+
+static void fast_attention_join(const kern_attention *args, uint32_t splits, const float *parts)
+{
+    att_work work;
+
+    att_init(&work, args);
+    for (uint32_t split = 0; split < splits; split++) {
+        att_point_to_part(&work, (float *)(uintptr_t)parts +
+                                     split * kern_attention_part_floats(args->heads, work.dim));
+        for (uint32_t row = 0; row < work.rows; row++)
+            att_merge(&work, row, split == 0);
     }
+    att_finish(&work);
 }

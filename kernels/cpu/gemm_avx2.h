@@ -94,9 +94,7 @@ V_INLINE void q_half_tile(const kern_matrix *matrix, const pd_dtype dtype, const
                           const uint32_t acts_rows, float *const *out, uint32_t row, uint32_t rows,
                           bool add)
 {
-    const size_t quant_step = dtype == PD_Q8_0 ? 512 : 256, scale_step = dtype == PD_Q4_1 ? 64 : 32;
     uint32_t blocks = matrix->cols / KERN_BLOCK, segment_blocks = blocks / matrix->segments;
-    const uint8_t *scales = panel + (size_t)blocks * quant_step + (size_t)half * 16;
     size_t at_first = (size_t)acts_row * blocks;
     __m256i mask = v_mask(rows).a;
     uint32_t segments = kern_matrix_segments(matrix), depth = 0, segment = 0;
@@ -108,8 +106,9 @@ V_INLINE void q_half_tile(const kern_matrix *matrix, const pd_dtype dtype, const
         for (uint32_t n = 0; n < acts_rows; n++)
             sums[n] = _mm256_setzero_ps();
         for (uint32_t block = first; block < first + segment_blocks; block++)
-            q_block(dtype, panel + block * quant_step + (size_t)half * 32,
-                    scales + block * scale_step, acts, at_first + block, blocks, acts_rows, sums);
+            q_block(dtype, panel + kern_panel_quants_at(dtype, block) + (size_t)half * 32,
+                    panel + kern_panel_scales_at(dtype, block) + (size_t)half * 16, acts,
+                    at_first + block, blocks, acts_rows, sums);
         for (uint32_t adds = kern_tree_adds(segment, segments, depth); adds > 0; adds--) {
             depth--;
 #pragma GCC unroll 4
@@ -138,8 +137,7 @@ V_INLINE void q_product(const kern_matrix *matrix, const pd_dtype dtype, uint32_
                         uint32_t rows, const kern_acts *acts, uint32_t acts_first,
                         uint32_t acts_rows, float *const *out, bool add)
 {
-    size_t panel_bytes =
-        kern_panel_quant_bytes(dtype, matrix->cols) + kern_panel_scale_bytes(dtype, matrix->cols);
+    size_t panel_bytes = kern_panel_bytes(dtype, matrix->cols);
 
     for (uint32_t row = row_first; row < row_first + rows; row += 8) {
         const uint8_t *panel = (const uint8_t *)matrix->data + row / KERN_PANEL_ROWS * panel_bytes;

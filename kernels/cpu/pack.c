@@ -1,25 +1,8 @@
 #include "kernels/cpu/pack.h"
 
-#include "kernels/number.h"
-
-static size_t round_64(size_t bytes)
-{
-    return (bytes + 63) / 64 * 64;
-}
-
 static bool is_packed(pd_dtype dtype)
 {
     return dtype == PD_Q4_0 || dtype == PD_Q4_1 || dtype == PD_Q8_0;
-}
-
-size_t kern_panel_quant_bytes(pd_dtype dtype, uint32_t cols)
-{
-    return (size_t)(cols / KERN_BLOCK) * (dtype == PD_Q8_0 ? 512 : 256);
-}
-
-size_t kern_panel_scale_bytes(pd_dtype dtype, uint32_t cols)
-{
-    return round_64((size_t)(cols / KERN_BLOCK) * (dtype == PD_Q4_1 ? 64 : 32));
 }
 
 size_t kern_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols)
@@ -28,7 +11,7 @@ size_t kern_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols)
 
     if (!is_packed(dtype))
         return 0;
-    return panels * (kern_panel_quant_bytes(dtype, cols) + kern_panel_scale_bytes(dtype, cols));
+    return panels * kern_panel_bytes(dtype, cols);
 }
 
 /* One block of one row into its places in the panel. */
@@ -52,16 +35,14 @@ void kern_pack(pd_dtype dtype, uint32_t rows, uint32_t cols, const void *file_ro
     const pd_dtype_info *info = pd_dtype_info_of(dtype);
     uint32_t blocks = cols / KERN_BLOCK;
     size_t row_bytes = (size_t)blocks * info->block_bytes;
-    size_t quant_bytes = kern_panel_quant_bytes(dtype, cols);
-    size_t scale_bytes = kern_panel_scale_bytes(dtype, cols);
-    size_t block_quants = quant_bytes / blocks, block_scales = dtype == PD_Q4_1 ? 64 : 32;
+    size_t panel_bytes = kern_panel_bytes(dtype, cols);
 
     memset(out, 0, kern_pack_bytes(dtype, rows, cols));
     for (uint32_t row = 0; row < rows; row++) {
         const uint8_t *block = (const uint8_t *)file_rows + row * row_bytes;
-        uint8_t *panel = (uint8_t *)out + row / KERN_PANEL_ROWS * (quant_bytes + scale_bytes);
+        uint8_t *panel = (uint8_t *)out + row / KERN_PANEL_ROWS * panel_bytes;
         for (uint32_t b = 0; b < blocks; b++, block += info->block_bytes)
-            pack_block(dtype, block, row % KERN_PANEL_ROWS, panel + b * block_quants,
-                       panel + quant_bytes + b * block_scales);
+            pack_block(dtype, block, row % KERN_PANEL_ROWS, panel + kern_panel_quants_at(dtype, b),
+                       panel + kern_panel_scales_at(dtype, b));
     }
 }

@@ -6,10 +6,10 @@
 
 #include <immintrin.h>
 
-#define V_QK_ROWS 2
-#define V_PV_ROWS 1
-#define V_MM_ROWS 2
-#define V_MM_ACTS 2
+#define V_QK_ROWS    2
+#define V_PV_VECTORS 1
+#define V_MM_ROWS    2
+#define V_MM_ACTS    2
 
 #define V_INLINE static inline __attribute__((always_inline))
 
@@ -183,39 +183,58 @@ V_INLINE v16 v_rotate(v16 x, v16 table)
 {
     return (v16){v_rotate_half(x.a, table.a), v_rotate_half(x.b, table.b)};
 }
-/* Rows r .. r + 7 (r 0 or 8) of one half's eight columns. */
-V_INLINE void v_transpose_8(const __m256 *x, float *out)
-{
-    __m256 a[8], b[8];
+typedef struct v16x2 {
+    __m256i a, b;
+} v16x2;
 
+V_INLINE v16 v_from_f16(__m256i x)
+{
+    return (v16){_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
+                 _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+V_INLINE v16 v_first(v16x2 x)
+{
+    return v_from_f16(x.a);
+}
+V_INLINE v16 v_second(v16x2 x)
+{
+    return v_from_f16(x.b);
+}
+/* Eight rows: columns[i] is column i, then column 8 + i. */
+V_INLINE void v_turn_8(const uint16_t *rows, size_t stride, __m256i *columns)
+{
+    __m256i a[8], b[8];
+
+#pragma GCC unroll 8
+    for (size_t i = 0; i < 8; i++)
+        b[i] = _mm256_loadu_si256((const __m256i *)(rows + i * stride));
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
-        a[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+        a[i] = _mm256_unpacklo_epi16(b[i], b[i + 1]);
+        a[i + 1] = _mm256_unpackhi_epi16(b[i], b[i + 1]);
     }
 #pragma GCC unroll 2
     for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
-        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+        b[i] = _mm256_unpacklo_epi32(a[i], a[i + 2]);
+        b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi32(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm256_unpackhi_epi32(a[i + 1], a[i + 3]);
     }
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        _mm256_storeu_ps(out + 16 * c, _mm256_permute2f128_ps(b[c], b[c + 4], 0x20));
-        _mm256_storeu_ps(out + 16 * (c + 4), _mm256_permute2f128_ps(b[c], b[c + 4], 0x31));
+    for (int i = 0; i < 4; i++) {
+        columns[2 * i] = _mm256_unpacklo_epi64(b[i], b[i + 4]);
+        columns[2 * i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 4]);
     }
 }
-V_INLINE void v_transpose(const v16 *rows, float *out)
+V_INLINE void v_turn_f16(const uint16_t *rows, size_t stride, v16x2 *columns)
 {
-    for (int r = 0; r < 16; r += 8) {
-        __m256 low[8], high[8];
+    __m256i low[8], high[8];
+
+    v_turn_8(rows, stride, low);
+    v_turn_8(rows + 8 * stride, stride, high);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            low[i] = rows[r + i].a;
-            high[i] = rows[r + i].b;
-        }
-        v_transpose_8(low, out + r);
-        v_transpose_8(high, out + r + 16 * 8);
+    for (int i = 0; i < 8; i++) {
+        columns[i].a = _mm256_permute2x128_si256(low[i], high[i], 0x20);
+        columns[i].b = _mm256_permute2x128_si256(low[i], high[i], 0x31);
     }
 }

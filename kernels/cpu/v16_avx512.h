@@ -8,10 +8,10 @@
 
 #include <immintrin.h>
 
-#define V_QK_ROWS 8 /* query rows of a score tile: two chains each, in registers */
-#define V_PV_ROWS 4 /* rows of a value tile, four vectors each */
-#define V_MM_ROWS 4 /* weight rows and activation rows of a float product's tile */
-#define V_MM_ACTS 4
+#define V_QK_ROWS    8 /* query rows of a score tile: two chains each, in registers */
+#define V_PV_VECTORS 4 /* of 16 dimensions, of four query rows' value sums */
+#define V_MM_ROWS    4 /* weight rows and activation rows of a float product's tile */
+#define V_MM_ACTS    4
 
 #define V_INLINE static inline __attribute__((always_inline))
 
@@ -153,32 +153,45 @@ V_INLINE v16 v_rotate(v16 x, v16 table)
     v16 product = _mm512_mul_ps(_mm512_permute_ps(x, 0xb1), _mm512_movehdup_ps(table));
     return _mm512_fmaddsub_ps(x, _mm512_moveldup_ps(table), product);
 }
-/* rows[16] of 16 floats to out[column][row]. */
-V_INLINE void v_transpose(const v16 *rows, float *out)
+/* Two vectors of f16. */
+typedef __m512i v16x2;
+
+V_INLINE v16 v_first(v16x2 x)
 {
-    v16 a[16], b[16];
+    return _mm512_cvtph_ps(_mm512_castsi512_si256(x));
+}
+V_INLINE v16 v_second(v16x2 x)
+{
+    return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1));
+}
+/* 16 rows of 16 f16, stride apart: columns[i] is column i, then column 8 + i, of all rows. */
+V_INLINE void v_turn_f16(const uint16_t *rows, size_t stride, v16x2 *columns)
+{
+    __m512i a[8], b[8];
 
 #pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
-        a[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+    for (size_t i = 0; i < 8; i++) { /* quarters: rows i, i, 8 + i, 8 + i */
+        __m256i low = _mm256_loadu_si256((const __m256i *)(rows + i * stride));
+        __m256i high = _mm256_loadu_si256((const __m256i *)(rows + (i + 8) * stride));
+        b[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) { /* b[i + c]: column c of each lane quarter, rows i..i+3 */
-        b[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
-        b[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
-        b[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-        b[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    for (int i = 0; i < 8; i += 2) { /* pairs of rows */
+        a[i] = _mm512_unpacklo_epi16(b[i], b[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi16(b[i], b[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) { /* four rows, two columns a quarter */
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi32(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi32(a[i + 1], a[i + 3]);
     }
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        v16 low0 = _mm512_shuffle_f32x4(b[c], b[c + 4], 0x88);
-        v16 low1 = _mm512_shuffle_f32x4(b[c + 8], b[c + 12], 0x88);
-        v16 high0 = _mm512_shuffle_f32x4(b[c], b[c + 4], 0xdd);
-        v16 high1 = _mm512_shuffle_f32x4(b[c + 8], b[c + 12], 0xdd);
-        v_store(out + 16 * c, _mm512_shuffle_f32x4(low0, low1, 0x88));
-        v_store(out + 16 * (c + 4), _mm512_shuffle_f32x4(high0, high1, 0x88));
-        v_store(out + 16 * (c + 8), _mm512_shuffle_f32x4(low0, low1, 0xdd));
-        v_store(out + 16 * (c + 12), _mm512_shuffle_f32x4(high0, high1, 0xdd));
+    for (int i = 0; i < 4; i++) { /* eight rows, one column a quarter; then the quarters in order */
+        __m512i even = _mm512_unpacklo_epi64(b[i], b[i + 4]);
+        __m512i odd = _mm512_unpackhi_epi64(b[i], b[i + 4]);
+        columns[2 * i] = _mm512_shuffle_i64x2(even, even, 0xd8);
+        columns[2 * i + 1] = _mm512_shuffle_i64x2(odd, odd, 0xd8);
     }
 }

@@ -16,8 +16,17 @@
 #include <string.h>
 
 #define CHUNK_ROWS 32 /* weight rows a thread takes at least: a block of the next activations */
+/* Steps of many rows: rows that one thread takes through everything between two attentions, so that
+ * what they become stays in its second-level cache. */
+#define BLOCK_ROWS_MIN 16
+#define BLOCK_ROWS_MAX 64
+#define BLOCK_FFN_COLS 256 /* of gate and up at once, likewise */
 /* Up to so many rows every thread normalises all of them for itself: cheaper than a barrier. */
 #define OWN_ROWS_MAX 4
+
+/* Attention in parts: for at most so many heads a thread, and from so many splits a token on. */
+#define PART_ITEMS      2
+#define PART_SPLITS_MIN 2
 
 /* Query tokens that are attended together. */
 typedef struct token_group {
@@ -60,11 +69,13 @@ struct kern_model {
     uint32_t *logits_row;                           /* [logits rows] row of the step */
     token_group *groups;                            /* [rows] */
     place_run *runs;                                /* [rows] */
+    float *parts; /* [PART_ITEMS a thread][splits of context_max][kern_attention_part_floats] */
     float **x_rows, **q_rows, **k_rows, **v_rows, **gate_rows, **up_rows, **logits_rows;
     /* the step under way; written by the stepping thread between steps */
     const kern_step *step;
     uint32_t rows, logits_count, groups_count, runs_count;
     bool all_single;                /* every slice is one token */
+    bool in_parts;                  /* attends_in_parts */
     uint32_t live_first, live_rows; /* rows that the last layer's output is wanted of */
     atomic_bool broken;             /* a logit is not finite */
     bool alone;                     /* a rank is gone; written between barriers of the team */
@@ -95,6 +106,15 @@ static kern_acts carve_acts(carver *c, size_t rows, uint32_t cols)
     return acts;
 }
 
+/* Of all splits of one row and KV head. */
+static size_t item_part_floats(const kern_model *model)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    size_t splits = (model->context_max + KERN_SPLIT_TOKENS - 1) / KERN_SPLIT_TOKENS;
+
+    return splits * kern_attention_part_floats(shape->heads / shape->kv_heads, shape->head_dim);
+}
+
 static void carve_model(carver *c, kern_model *model)
 {
     const pd_model_shape *shape = model->weights.shape;
@@ -123,6 +143,8 @@ static void carve_model(carver *c, kern_model *model)
     model->up_rows = carve(c, rows, sizeof(float *));
     model->logits_rows = carve(c, model->logits_rows_max, sizeof(float *));
     uint32_t group = shape->heads / shape->kv_heads;
+    model->parts = carve(c, PART_ITEMS * kern_team_threads(model->team) * item_part_floats(model),
+                         sizeof(float));
     size_t scratch = model->ops->attention_scratch_bytes(group, shape->head_dim);
     for (uint32_t thread = 0; thread < kern_team_threads(model->team); thread++) {
         thread_memory *memory = &model->threads[thread];
@@ -404,60 +426,153 @@ static void place_run_of_head(kern_model *model, uint32_t layer, const place_run
                             in_model(model, kv_head), from, from + run->tokens);
 }
 
-static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
-                         const token_group *group, uint32_t kv_head)
+/* A head's attention for a group of tokens: what a thread takes at once. */
+typedef struct attend_item {
+    const token_group *group;
+    uint32_t kv_head;
+} attend_item;
+
+static kern_attention attention_of(const kern_model *model, uint32_t thread, uint32_t layer,
+                                   const attend_item *item)
 {
     const pd_model_shape *shape = model->weights.shape;
+    const token_group *group = item->group;
     uint32_t heads = shape->heads / shape->kv_heads, cols = heads * shape->head_dim;
-    kern_acts *acts = &model->attended;
-    kern_attention args = {
+    const kern_acts *acts = &model->attended;
+
+    return (kern_attention){
         .layout = model->step->layout,
         .pool = model->step->pool,
         .blocks = model->step->slices[group->slice].blocks,
         .layer = layer,
-        .kv_head = in_model(model, kv_head),
+        .kv_head = in_model(model, item->kv_head),
         .heads = heads,
         .tokens = group->tokens,
         .position = model->row_position[group->row],
         .scale = 1.0f / sqrtf((float)shape->head_dim),
-        .query = model->q_rows[group->row] + (size_t)kv_head * cols,
+        .query = model->q_rows[group->row] + (size_t)item->kv_head * cols,
         .query_stride = (size_t)(model->split.heads + 2 * model->split.kv_heads) * shape->head_dim,
-        .out = acts->values + (size_t)group->row * acts->cols + (size_t)kv_head * cols,
+        .out = acts->values + (size_t)group->row * acts->cols + (size_t)item->kv_head * cols,
         .out_stride = acts->cols,
         .scratch = model->threads[thread].scratch,
     };
+}
 
-    model->ops->attention(&args);
-    for (uint32_t t = 0; t < group->tokens; t++) {
-        uint32_t row = group->row + t, residual_row = model->rows_max + row;
-        model->ops->quantize(acts, row, kv_head * cols, cols);
-        model->ops->residual(acts, row, kv_head * cols, cols, residual_row);
-        model->ops->quantize(acts, residual_row, kv_head * cols, cols);
+/* A head's attention of some rows goes on as two quantised rows each. */
+static void quantize_attended(kern_model *model, const attend_item *item)
+{
+    const pd_model_shape *shape = model->weights.shape;
+    uint32_t cols = shape->heads / shape->kv_heads * shape->head_dim;
+    kern_acts *acts = &model->attended;
+
+    for (uint32_t t = 0; t < item->group->tokens; t++) {
+        uint32_t row = item->group->row + t, residual_row = model->rows_max + row;
+        model->ops->quantize(acts, row, item->kv_head * cols, cols);
+        model->ops->residual(acts, row, item->kv_head * cols, cols, residual_row);
+        model->ops->quantize(acts, residual_row, item->kv_head * cols, cols);
     }
+}
+
+/* next: what this thread attends afterwards; group NULL: nothing. */
+static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
+                         const attend_item *item, const attend_item *next)
+{
+    kern_attention args = attention_of(model, thread, layer, item), next_args;
+
+    if (next->group != NULL) {
+        next_args = attention_of(model, thread, layer, next);
+        args.next = &next_args;
+    }
+    model->ops->attention(&args);
+    quantize_attended(model, item);
+}
+
+static uint32_t splits_of(const kern_model *model, const token_group *group)
+{
+    return model->row_position[group->row] / KERN_SPLIT_TOKENS + 1;
+}
+
+/* Fewer heads of single tokens than threads, or hardly more, and long contexts: their splits are
+ * what threads take. */
+static bool attends_in_parts(const kern_model *model)
+{
+    uint32_t threads = kern_team_threads(model->team), splits = 0;
+    uint32_t items = model->groups_count * model->split.kv_heads;
+
+    if (!model->all_single || threads == 1 || items > threads * PART_ITEMS)
+        return false;
+    for (uint32_t g = 0; g < model->groups_count; g++)
+        splits += splits_of(model, &model->groups[g]);
+    return splits >= PART_SPLITS_MIN * model->groups_count;
+}
+
+/* After K and V are placed. */
+static void attend_in_parts(kern_model *model, uint32_t thread, uint32_t layer)
+{
+    uint32_t kv_heads = model->split.kv_heads, items = model->groups_count * kv_heads, all = 0;
+    uint32_t group_heads = model->weights.shape->heads / model->weights.shape->kv_heads;
+    size_t part = kern_attention_part_floats(group_heads, model->weights.shape->head_dim);
+
+    for (uint32_t g = 0; g < model->groups_count; g++)
+        all += splits_of(model, &model->groups[g]) * kv_heads;
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < all;) {
+        uint32_t item = 0, split = taken;
+        for (uint32_t its; split >= (its = splits_of(model, &model->groups[item / kv_heads]));
+             item++)
+            split -= its;
+        attend_item found = {&model->groups[item / kv_heads], item % kv_heads};
+        kern_attention args = attention_of(model, thread, layer, &found);
+        model->ops->attention_part(&args, split,
+                                   model->parts + item * item_part_floats(model) + split * part);
+    }
+    kern_team_barrier(model->team);
+    for (uint32_t item; (item = kern_team_take(model->team)) < items;) {
+        attend_item found = {&model->groups[item / kv_heads], item % kv_heads};
+        kern_attention args = attention_of(model, thread, layer, &found);
+        model->ops->attention_join(&args, splits_of(model, found.group),
+                                   model->parts + item * item_part_floats(model));
+        quantize_attended(model, &found);
+    }
+    kern_team_barrier(model->team);
+}
+
+/* The next of the items that nobody has; group NULL: none is left. The longest contexts first: they
+ * come last in a prompt. */
+static attend_item take_item(kern_model *model)
+{
+    uint32_t kv_heads = model->split.kv_heads, items = model->groups_count * kv_heads;
+    uint32_t taken = kern_team_take(model->team);
+
+    if (taken >= items)
+        return (attend_item){NULL, 0};
+    uint32_t item = items - 1 - taken;
+    return (attend_item){&model->groups[item / kv_heads], item % kv_heads};
 }
 
 /* Where every slice is one token, whoever attends for a head also places its K and V. */
 static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool last)
 {
     uint32_t kv_heads = model->split.kv_heads;
-    uint32_t items = model->groups_count * kv_heads;
 
-    if (!model->all_single) {
+    if (!model->all_single || model->in_parts) {
         uint32_t placings = model->runs_count * kv_heads;
         for (uint32_t taken; (taken = kern_team_take(model->team)) < placings;)
             place_run_of_head(model, layer, &model->runs[taken / kv_heads], taken % kv_heads);
         kern_team_barrier(model->team);
     }
-    for (uint32_t taken; (taken = kern_team_take(model->team)) < items;) {
-        /* the longest contexts first: they come last in a prompt */
-        uint32_t item = items - 1 - taken, kv_head = item % kv_heads;
-        const token_group *group = &model->groups[item / kv_heads];
+    if (model->in_parts) {
+        attend_in_parts(model, thread, layer);
+        return;
+    }
+    for (attend_item item = take_item(model), next; item.group != NULL; item = next) {
+        const token_group *group = item.group;
+        next = take_item(model);
         if (model->all_single) /* a group is a run then */
-            place_run_of_head(model, layer, &model->runs[item / kv_heads], kv_head);
+            place_run_of_head(model, layer, &model->runs[group - model->groups], item.kv_head);
         if (last && (group->row + group->tokens <= model->live_first ||
                      group->row >= model->live_first + model->live_rows))
             continue;
-        attend_group(model, thread, layer, group, kv_head);
+        attend_group(model, thread, layer, &item, &next);
     }
     kern_team_barrier(model->team);
 }
@@ -538,6 +653,22 @@ static bool add_product(kern_model *model, uint32_t thread, const kern_matrix *m
     return true;
 }
 
+/* Some columns of gate and up, and what comes of them: rows first .. of the step, whose acts start
+ * at acts_first. */
+static void feed_columns(kern_model *model, const kern_layer_weights *layer, uint32_t col,
+                         uint32_t cols, const kern_acts *acts, uint32_t acts_first, uint32_t first,
+                         uint32_t rows)
+{
+    multiply_chunk(model, &layer->gate, col, cols, acts, acts_first, rows, model->gate_rows + first,
+                   false);
+    multiply_chunk(model, &layer->up, col, cols, acts, acts_first, rows, model->up_rows + first,
+                   false);
+    for (uint32_t row = first; row < first + rows; row++) {
+        model->ops->silu_mul(model->gate_rows[row] + col, model->up_rows[row] + col, cols);
+        model->ops->quantize(&model->ffn, row, col, cols);
+    }
+}
+
 static bool feed_forward(kern_model *model, uint32_t thread, const kern_layer_weights *layer,
                          uint32_t first, uint32_t rows)
 {
@@ -546,17 +677,77 @@ static bool feed_forward(kern_model *model, uint32_t thread, const kern_layer_we
 
     for (uint32_t taken; (taken = kern_team_take(model->team)) < chunks_of(&layer->gate, chunk);) {
         uint32_t col = taken * chunk, cols = ffn - col < chunk ? ffn - col : chunk;
-        multiply_chunk(model, &layer->gate, col, chunk, acts, acts_first, rows,
-                       model->gate_rows + first, false);
-        multiply_chunk(model, &layer->up, col, chunk, acts, acts_first, rows,
-                       model->up_rows + first, false);
-        for (uint32_t row = first; row < first + rows; row++) {
-            model->ops->silu_mul(model->gate_rows[row] + col, model->up_rows[row] + col, cols);
-            model->ops->quantize(&model->ffn, row, col, cols);
-        }
+        feed_columns(model, layer, col, cols, acts, acts_first, first, rows);
     }
     kern_team_barrier(model->team);
     return add_product(model, thread, &layer->down, &model->ffn, first, rows);
+}
+
+/* --- steps of many rows: each thread takes blocks of them from one attention to the next --- */
+
+/* 0: there are too few rows for the threads, or other ranks to meet: all work on all rows. */
+static uint32_t block_rows(const kern_model *model)
+{
+    uint32_t threads = kern_team_threads(model->team), turns = threads == 1 ? 1 : 4 * threads;
+    uint32_t block = (model->rows / turns + 7) / 8 * 8;
+
+    if (model->exchange != NULL || model->rows < BLOCK_ROWS_MIN * threads)
+        return 0;
+    return block < BLOCK_ROWS_MIN   ? BLOCK_ROWS_MIN
+           : block > BLOCK_ROWS_MAX ? BLOCK_ROWS_MAX
+                                    : block;
+}
+
+static void multiply_block(const kern_model *model, const kern_matrix *matrix,
+                           const kern_acts *acts, uint32_t acts_first, uint32_t rows,
+                           float *const *out, bool add)
+{
+    model->ops->matmul(matrix, 0, matrix->rows, acts, acts_first, rows, out, add);
+}
+
+static void block_qkv(kern_model *model, const kern_layer_weights *layer, uint32_t first,
+                      uint32_t rows)
+{
+    for (uint32_t row = first; row < first + rows; row++)
+        normalize_row(model, model->x_rows[row], layer->attention_norm, &model->norm, row);
+    multiply_block(model, &layer->query, &model->norm, first, rows, model->q_rows + first, false);
+    multiply_block(model, &layer->key, &model->norm, first, rows, model->k_rows + first, false);
+    multiply_block(model, &layer->value, &model->norm, first, rows, model->v_rows + first, false);
+}
+
+static void block_rest(kern_model *model, const kern_layer_weights *layer, uint32_t first,
+                       uint32_t rows)
+{
+    float *const *x = model->x_rows + first;
+
+    multiply_block(model, &layer->output, &model->attended, first, rows, x, true);
+    if (pd_dtype_info_of(layer->output.dtype)->block_weights > 1)
+        multiply_block(model, &layer->output, &model->attended, model->rows_max + first, rows, x,
+                       true);
+    for (uint32_t row = first; row < first + rows; row++)
+        normalize_row(model, model->x_rows[row], layer->ffn_norm, &model->norm, row);
+    for (uint32_t col = 0; col < model->split.ffn; col += BLOCK_FFN_COLS) {
+        uint32_t left = model->split.ffn - col;
+        feed_columns(model, layer, col, left < BLOCK_FFN_COLS ? left : BLOCK_FFN_COLS, &model->norm,
+                     first, first, rows);
+    }
+    multiply_block(model, &layer->down, &model->ffn, first, rows, x, true);
+}
+
+/* What lies between the attention of layer index - 1 and that of layer index. */
+static void run_blocks(kern_model *model, uint32_t index, uint32_t block)
+{
+    const kern_layer_weights *layers = model->weights.layers;
+    uint32_t blocks = (model->rows + block - 1) / block;
+
+    for (uint32_t taken; (taken = kern_team_take(model->team)) < blocks;) {
+        uint32_t first = taken * block;
+        uint32_t rows = model->rows - first < block ? model->rows - first : block;
+        if (index > 0)
+            block_rest(model, &layers[index - 1], first, rows);
+        block_qkv(model, &layers[index], first, rows);
+    }
+    kern_team_barrier(model->team);
 }
 
 static bool all_finite(const float *values, uint32_t count)
@@ -610,7 +801,7 @@ static void report_group(const kern_model *model, uint32_t thread, uint32_t laye
 static void run_layers(void *ctx, uint32_t thread)
 {
     kern_model *model = ctx;
-    uint32_t layers = model->weights.shape->layers;
+    uint32_t layers = model->weights.shape->layers, block = block_rows(model);
 
     embed(model);
     for (uint32_t index = 0; index < layers; index++) {
@@ -618,7 +809,10 @@ static void run_layers(void *ctx, uint32_t thread)
         bool last = index + 1 == layers;
         uint32_t first = last ? model->live_first : 0;
         uint32_t rows = last ? model->live_rows : model->rows;
-        project_qkv(model, thread, layer);
+        if (block != 0)
+            run_blocks(model, index, block);
+        else
+            project_qkv(model, thread, layer);
         attend_all(model, thread, index, last);
         if (model->exchange == NULL)
             report_group(model, thread, index);
@@ -627,6 +821,8 @@ static void run_layers(void *ctx, uint32_t thread)
                 report_group(model, thread, index);
             return;
         }
+        if (block != 0 && !last)
+            continue; /* with what comes before the next attention */
         if (!add_attended(model, thread, &layer->output, first, rows))
             return;
         if (model->exchange != NULL) /* by then every rank has written its heads */
@@ -741,6 +937,7 @@ pd_status kern_model_step(kern_model *model, const kern_step *step)
     model->all_single = true;
     for (uint32_t i = 0; i < step->slices_count; i++)
         add_slice(model, step, i);
+    model->in_parts = attends_in_parts(model);
     model->live_first = model->live_rows = 0;
     if (model->logits_count > 0) {
         model->live_first = model->logits_row[0];

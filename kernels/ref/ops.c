@@ -268,36 +268,88 @@ static float attend_split(const kern_attention *args, const float *query, uint32
     return largest;
 }
 
+/* What splits so far have come to, one query head's. */
+typedef struct joined {
+    float largest, sum;
+    float *out; /* [dim] */
+} joined;
+
+static void join_split(joined *j, uint32_t dim, bool first, float largest, float sum,
+                       const float *part)
+{
+    if (first) {
+        j->largest = largest;
+        j->sum = sum;
+        for (uint32_t d = 0; d < dim; d++)
+            j->out[d] = part[d];
+        return;
+    }
+    float both = largest > j->largest ? largest : j->largest;
+    float keep = kern_exp(j->largest - both), take = kern_exp(largest - both);
+    j->sum = fmaf(sum, take, j->sum * keep);
+    for (uint32_t d = 0; d < dim; d++)
+        j->out[d] = fmaf(part[d], take, j->out[d] * keep);
+    j->largest = both;
+}
+
+static void finish(const joined *j, uint32_t dim)
+{
+    float inverse = 1.0f / j->sum;
+
+    for (uint32_t d = 0; d < dim; d++)
+        j->out[d] *= inverse;
+}
+
+/* A query head's split at first, for a token at position. */
+static float part_of(const kern_attention *args, const float *query, uint32_t position,
+                     uint32_t first, float *sum_out, float *part)
+{
+    uint32_t dim = args->layout->head_dim, count = position + 1 - first;
+    float *scores = args->scratch, *scaled = scores + KERN_SPLIT_TOKENS;
+
+    for (uint32_t d = 0; d < dim; d++)
+        scaled[d] = query[d] * args->scale;
+    return attend_split(args, scaled, first, count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS,
+                        scores, sum_out, part);
+}
+
 /* One query head at one position: splits of 256 positions, merged in order. */
 static void attend(const kern_attention *args, const float *query, uint32_t position, float *out)
 {
     uint32_t dim = args->layout->head_dim;
-    float *scores = args->scratch;
-    float *scaled = scores + KERN_SPLIT_TOKENS;
-    float *part = scaled + dim;
-    float largest = 0, sum = 0;
+    float *part = (float *)args->scratch + KERN_SPLIT_TOKENS + dim;
+    joined j = {.out = out};
 
-    for (uint32_t d = 0; d < dim; d++)
-        scaled[d] = query[d] * args->scale;
     for (uint32_t first = 0; first <= position; first += KERN_SPLIT_TOKENS) {
-        uint32_t count = position + 1 - first;
-        float part_sum;
-        count = count < KERN_SPLIT_TOKENS ? count : KERN_SPLIT_TOKENS;
-        if (first == 0) {
-            largest = attend_split(args, scaled, first, count, scores, &sum, out);
-            continue;
-        }
-        float part_largest = attend_split(args, scaled, first, count, scores, &part_sum, part);
-        float both = part_largest > largest ? part_largest : largest;
-        float keep = kern_exp(largest - both), take = kern_exp(part_largest - both);
-        sum = fmaf(part_sum, take, sum * keep);
-        for (uint32_t d = 0; d < dim; d++)
-            out[d] = fmaf(part[d], take, out[d] * keep);
-        largest = both;
+        float sum, largest = part_of(args, query, position, first, &sum, part);
+        join_split(&j, dim, first == 0, largest, sum, part);
     }
-    float inverse = 1.0f / sum;
-    for (uint32_t d = 0; d < dim; d++)
-        out[d] *= inverse;
+    finish(&j, dim);
+}
+
+static void ref_attention_part(const kern_attention *args, uint32_t split, float *part)
+{
+    uint32_t dim = args->layout->head_dim, heads = args->heads;
+
+    for (uint32_t h = 0; h < heads; h++)
+        part[h] =
+            part_of(args, args->query + (size_t)h * dim, args->position, split * KERN_SPLIT_TOKENS,
+                    &part[heads + h], part + 2 * (size_t)heads + (size_t)h * dim);
+}
+
+static void ref_attention_join(const kern_attention *args, uint32_t splits, const float *parts)
+{
+    uint32_t dim = args->layout->head_dim, heads = args->heads;
+
+    for (uint32_t h = 0; h < heads; h++) {
+        joined j = {.out = args->out + (size_t)h * dim};
+        for (uint32_t split = 0; split < splits; split++) {
+            const float *part = parts + split * kern_attention_part_floats(heads, dim);
+            join_split(&j, dim, split == 0, part[h], part[heads + h],
+                       part + 2 * (size_t)heads + (size_t)h * dim);
+        }
+        finish(&j, dim);
+    }
 }
 
 static void ref_attention(const kern_attention *args)
@@ -325,4 +377,6 @@ const kern_ops kern_ops_ref = {
     .silu_mul = ref_silu_mul,
     .attention_scratch_bytes = ref_attention_scratch_bytes,
     .attention = ref_attention,
+    .attention_part = ref_attention_part,
+    .attention_join = ref_attention_join,
 };

@@ -1,17 +1,22 @@
 /* tests/bench/engine_bench.c - how fast the engine prefills and decodes, alone on its threads.
  *
- *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]
+ *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT]]
  *
  * Prefill: one prompt of PREFILL tokens in one step, logits of the last. Decode: DECODE steps of
- * BATCH sequences (1) from an empty context, the likeliest token fed back. DEVICE as in a
- * deployment. One JSON object on
- * stdout: tokens a second, the median of REPEATS, after one unmeasured round. */
+ * BATCH sequences (1), each after a context of CONTEXT tokens (0) whose K and V are zeros, the
+ * likeliest token fed back. Read: as many bytes as a step's weights, in huge pages, by as many
+ * threads, before each decode: what the machine's memory gives at that minute. DEVICE as in a
+ * deployment. One JSON object on stdout: tokens a second, the median of REPEATS, after one
+ * unmeasured round. */
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "kernels/big_memory.h"
 #include "kernels/plugins.h"
+#include "kernels/team.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,11 +29,13 @@ typedef struct bench {
     const kern_backend *backend;
     kern_loaded *model;
     pd_kv_layout layout;
+    kern_memory memory; /* of the pool, where the backend has none of its own */
     void *pool;
     pd_block *blocks;
     uint32_t blocks_each; /* of one sequence */
     uint32_t *prompt;
-    uint32_t prefill, decode, batch;
+    uint32_t prefill, decode, batch, context;
+    uint64_t weights_bytes;
 } bench;
 
 static void step(bench *b, kern_job_slice *slices, uint32_t count)
@@ -64,7 +71,7 @@ static double run_decode(bench *b)
         for (uint32_t s = 0; s < b->batch; s++)
             slices[s] = (kern_job_slice){.slice = {.tokens = &tokens[s],
                                                    .count = 1,
-                                                   .position = position,
+                                                   .position = b->context + position,
                                                    .blocks = b->blocks + (size_t)s * b->blocks_each,
                                                    .logits_from = 1},
                                          .want_token = true};
@@ -85,6 +92,58 @@ static double median(double *values, uint32_t count)
 {
     qsort(values, count, sizeof *values, by_value);
     return values[count / 2];
+}
+
+/* --- what the memory gives --- */
+
+typedef struct reading {
+    kern_team *team;
+    kern_memory memory;
+    atomic_uint_fast64_t sum; /* so that nothing is left out */
+} reading;
+
+static void read_part(void *ctx, uint32_t thread)
+{
+    reading *r = ctx;
+    size_t words = r->memory.bytes / sizeof(uint64_t), threads = kern_team_threads(r->team);
+    const uint64_t *from =
+        (const uint64_t *)(const void *)r->memory.base + thread * words / threads;
+    const uint64_t *to =
+        (const uint64_t *)(const void *)r->memory.base + (thread + 1) * words / threads;
+    uint64_t sums[32] = {0};
+
+    for (; from + 32 <= to; from += 32) {
+        for (int i = 0; i < 32; i += 8)
+            __builtin_prefetch(from + 512 + i);
+        for (int i = 0; i < 32; i++)
+            sums[i] += from[i];
+    }
+    for (int i = 1; i < 32; i++)
+        sums[0] += sums[i];
+    atomic_fetch_add(&r->sum, sums[0]);
+}
+
+/* GB/s, the median of a few passes. */
+static double run_read(reading *r)
+{
+    double passes[5];
+
+    for (int i = 0; i < 5; i++) {
+        uint64_t begin = pd_clock_now_ns();
+        kern_team_run(r->team, read_part, r);
+        passes[i] = (double)r->memory.bytes / (double)(pd_clock_now_ns() - begin);
+    }
+    return median(passes, 5);
+}
+
+static pd_status open_reading(reading *r, const bench *b, uint32_t threads)
+{
+    pd_status status = kern_memory_map(b->weights_bytes, &r->memory);
+
+    if (status != PD_OK)
+        return status;
+    memset(r->memory.base, 1, r->memory.bytes);
+    return kern_team_create(threads, &r->team);
 }
 
 /* A plain decimal number; 0, which no argument may be, when it is none. */
@@ -116,10 +175,35 @@ static pd_status load(bench *b, const char *device, uint32_t threads, uint32_t l
     if (b->backend->pool_own)
         status = b->backend->pool_alloc(b->model, b->layout.pool_bytes, &b->pool);
     else
-        b->pool = pd_calloc(b->layout.pool_bytes, 1);
-    if (b->pool == NULL)
-        return status != PD_OK ? status : PD_E_NOMEM;
+        status = kern_memory_map(b->layout.pool_bytes, &b->memory);
+    if (status != PD_OK)
+        return status;
+    if (!b->backend->pool_own) { /* touched: what was never written is one page of zeros */
+        b->pool = b->memory.base;
+        memset(b->pool, 0, b->layout.pool_bytes);
+    }
     return b->backend->bind(b->model, &b->layout, b->pool, false);
+}
+
+/* What a decode step reads: the layers' matrices and the head. */
+static uint64_t weights_bytes(const pd_model_file *file)
+{
+    static const char *const names[] = {"attn_q",   "attn_k", "attn_v",  "attn_output",
+                                        "ffn_gate", "ffn_up", "ffn_down"};
+    const pd_model_shape *shape = pd_model_file_shape(file);
+    const pd_tensor *head =
+        pd_model_file_tensor(file, shape->tied_embeddings ? "token_embd.weight" : "output.weight");
+    uint64_t bytes = head == NULL ? 0 : head->bytes;
+
+    for (uint32_t layer = 0; layer < shape->layers; layer++) {
+        for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+            char name[64];
+            snprintf(name, sizeof name, "blk.%u.%s.weight", layer, names[i]);
+            const pd_tensor *tensor = pd_model_file_tensor(file, name);
+            bytes += tensor == NULL ? 0 : tensor->bytes;
+        }
+    }
+    return bytes;
 }
 
 static pd_status open_all(bench *b, char **argv)
@@ -127,7 +211,7 @@ static pd_status open_all(bench *b, char **argv)
     pd_status status = pd_model_file_open(argv[1], &b->file);
     if (status != PD_OK)
         return status;
-    uint32_t longest = b->prefill > b->decode ? b->prefill : b->decode;
+    uint32_t end = b->context + b->decode, longest = b->prefill > end ? b->prefill : end;
     b->blocks_each = (longest + 15) / 16;
     pd_kv_layout_options kv = {.dtype = PD_F16,
                                .block_tokens = 16,
@@ -136,6 +220,7 @@ static pd_status open_all(bench *b, char **argv)
     status = pd_kv_layout_make(pd_model_file_shape(b->file), &kv, &b->layout);
     if (status != PD_OK)
         return status;
+    b->weights_bytes = weights_bytes(b->file);
     uint32_t vocab = pd_model_file_shape(b->file)->vocab;
     b->blocks = pd_calloc(b->layout.blocks, sizeof *b->blocks);
     b->prompt = pd_calloc(longest + BATCH_MAX, sizeof *b->prompt);
@@ -150,13 +235,14 @@ static pd_status open_all(bench *b, char **argv)
 
 int main(int argc, char **argv)
 {
-    bench b = {.batch = argc > 7 ? number(argv[7]) : 1};
-    double prefill[REPEATS_MAX], decode[REPEATS_MAX];
+    bench b = {.batch = argc > 7 ? number(argv[7]) : 1, .context = argc > 8 ? number(argv[8]) : 0};
+    double prefill[REPEATS_MAX], decode[REPEATS_MAX], read[REPEATS_MAX];
+    reading memory = {0};
 
     pd_log_init("engine_bench", PD_LOG_WARN);
     if (argc < 7) {
-        fprintf(stderr,
-                "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH]\n");
+        fprintf(stderr, "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS "
+                        "[BATCH [CONTEXT]]\n");
         return 2;
     }
     b.prefill = number(argv[4]);
@@ -168,21 +254,26 @@ int main(int argc, char **argv)
                 REPEATS_MAX, BATCH_MAX);
         return 2;
     }
-    if (open_all(&b, argv) != PD_OK)
+    if (open_all(&b, argv) != PD_OK || open_reading(&memory, &b, number(argv[3])) != PD_OK)
         return 1;
     run_prefill(&b);
     for (uint32_t i = 0; i < repeats; i++) {
         prefill[i] = run_prefill(&b);
+        read[i] = run_read(&memory);
         decode[i] = run_decode(&b);
     }
     printf("{\"backend\": \"%s\", \"threads\": %s, \"prefill\": %u, \"prefill_tok_s\": %.1f, "
-           "\"decode\": %u, \"batch\": %u, \"decode_tok_s\": %.1f}\n",
+           "\"decode\": %u, \"batch\": %u, \"context\": %u, \"decode_tok_s\": %.1f, "
+           "\"weights_mb\": %.1f, \"read_gb_s\": %.1f}\n",
            b.backend->describe(b.model), argv[3], b.prefill, median(prefill, repeats), b.decode,
-           b.batch, median(decode, repeats));
+           b.batch, b.context, median(decode, repeats), (double)b.weights_bytes * 1e-6,
+           median(read, repeats));
+    kern_team_destroy(memory.team);
+    kern_memory_unmap(&memory.memory);
     if (b.backend->pool_own)
         b.backend->pool_free(b.model);
     else
-        pd_free(b.pool);
+        kern_memory_unmap(&b.memory);
     b.backend->destroy(b.model);
     pd_model_file_close(b.file);
     pd_free(b.blocks);

@@ -9,6 +9,7 @@
 #include "common/base/hash.h"
 #include "common/base/mem.h"
 
+#include <malloc.h>
 #include <poll.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -21,6 +22,7 @@
 #define TOKENS    531 /* more than two splits of 256, and no whole tile */
 #define BLOCKS    256
 #define SEQUENCES 8
+#define BATCH_MAX 64 /* of four blocks each */
 
 static pd_model_file *file;
 static pd_kv_layout layout;
@@ -167,6 +169,78 @@ static void a_row_is_the_same_alone_and_in_a_batch(void **state)
         }
         rig_end(&r);
     }
+}
+
+/* Sequence s of a batch: its context, and where its blocks are. */
+static uint32_t context_of(uint32_t s)
+{
+    return 7 * s % 61 + 1;
+}
+
+static void decode_batch(rig *r, uint32_t count, float (*logits)[TINY_VOCAB])
+{
+    kern_slice slices[BATCH_MAX];
+
+    memset(logits, 0, count * sizeof *logits);
+    for (uint32_t s = 0; s < count; s++)
+        slices[s] = (kern_slice){.tokens = tokens + context_of(s),
+                                 .count = 1,
+                                 .position = context_of(s),
+                                 .blocks = r->blocks + 4 * s,
+                                 .logits = logits[s]};
+    step(r, slices, count);
+}
+
+/* Tails of tiles, and few and many rows for the threads. */
+static void a_row_is_the_same_in_batches_of_any_size(void **state)
+{
+    static const uint32_t batches[] = {1, 2, 3, 5, 6, 7, 8, 9, 17, 31, 33, 48, BATCH_MAX};
+    static float logits[BATCH_MAX][TINY_VOCAB];
+
+    (void)state;
+    for (uint32_t i = 1; kern_ops_at(i) != NULL; i++) {
+        for (uint32_t threads = 1; usable(kern_ops_at(i)) && threads <= 3; threads++) {
+            rig r = rig_make(kern_ops_at(i)->name, threads);
+            for (uint32_t s = 0; s < BATCH_MAX; s++) {
+                kern_slice prompt = {.tokens = tokens,
+                                     .count = context_of(s),
+                                     .blocks = r.blocks + 4 * s,
+                                     .logits_from = context_of(s)};
+                step(&r, &prompt, 1);
+            }
+            for (size_t b = 0; b < sizeof batches / sizeof *batches; b++) {
+                decode_batch(&r, batches[b], logits);
+                for (uint32_t s = 0; s < batches[b]; s++)
+                    assert_memory_equal(logits[s], expected + (size_t)context_of(s) * TINY_VOCAB,
+                                        sizeof logits[s]);
+            }
+            rig_end(&r);
+        }
+    }
+}
+
+/* With every allocation failing, and nothing more in use by the C library afterwards. */
+static void a_step_takes_nothing_from_the_heap(void **state)
+{
+    static float logits[BATCH_MAX][TINY_VOCAB];
+    rig r = rig_make("cpu", 2);
+    kern_slice prompt = {.tokens = tokens,
+                         .count = TOKENS,
+                         .blocks = r.blocks,
+                         .logits_from = TOKENS - 1,
+                         .logits = logits[0]};
+
+    (void)state;
+    memset(r.pool, 0, layout.pool_bytes); /* sequences without a prompt: any numbers will do */
+    step(&r, &prompt, 1);                 /* the C library's own, once */
+    size_t before = mallinfo2().uordblks;
+    pd_mem_fail_at(0);
+    step(&r, &prompt, 1);
+    decode_batch(&r, 1, logits);
+    decode_batch(&r, BATCH_MAX, logits);
+    pd_mem_fail_at(-1);
+    assert_int_equal(mallinfo2().uordblks, before);
+    rig_end(&r);
 }
 
 typedef struct group_log {
@@ -349,6 +423,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_are_equal_for_every_backend_thread_count_and_chunk),
         cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
+        cmocka_unit_test(a_row_is_the_same_in_batches_of_any_size),
+        cmocka_unit_test(a_step_takes_nothing_from_the_heap),
         cmocka_unit_test(each_group_is_reported_once_and_in_order),
         cmocka_unit_test(what_is_out_of_range_is_refused),
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),

@@ -354,7 +354,7 @@ static const attention_case attention_cases[] = {
     {3, 64, 0, 1, 16},    {3, 64, 0, 16, 16},   {3, 64, 15, 1, 16},    {3, 64, 16, 2, 32},
     {1, 32, 250, 16, 16}, {4, 128, 255, 1, 16}, {3, 64, 256, 1, 32},   {3, 64, 500, 16, 16},
     {3, 64, 511, 13, 16}, {8, 96, 300, 5, 48},  {5, 16, 1023, 16, 16}, {9, 80, 700, 16, 16},
-    {2, 64, 777, 1, 16},  {3, 64, 241, 16, 16},
+    {2, 64, 777, 1, 16},  {3, 64, 241, 16, 16}, {3, 64, 1023, 1, 16},  {8, 80, 640, 1, 16},
 };
 
 typedef struct attention_rig {
@@ -419,6 +419,28 @@ static float *attend(attention_rig *r, const kern_ops *backend)
     return r->args.out;
 }
 
+/* One token's attention by parts, made last to first, equals the whole. */
+static void check_parts(const attention_rig *r, const kern_ops *backend, const float *whole)
+{
+    uint32_t splits = r->args.position / KERN_SPLIT_TOKENS + 1;
+    size_t floats = kern_attention_part_floats(r->args.heads, r->layout.head_dim);
+    size_t bytes = backend->attention_scratch_bytes(r->args.heads, r->layout.head_dim);
+    float *parts = random_floats(splits * floats, 5);
+    kern_attention args = r->args;
+
+    args.out = calloc(args.out_stride, sizeof(float));
+    args.scratch = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    for (uint32_t split = splits; split-- > 0;) {
+        memset(args.scratch, 0xff, bytes);
+        backend->attention_part(&args, split, parts + split * floats);
+    }
+    backend->attention_join(&args, splits, parts);
+    assert_memory_equal(args.out, whole, args.out_stride * sizeof(float));
+    free(args.out);
+    free(args.scratch);
+    free(parts);
+}
+
 static void check_attention(const kern_ops *fast)
 {
     for (size_t i = 0; i < sizeof attention_cases / sizeof *attention_cases; i++) {
@@ -426,6 +448,10 @@ static void check_attention(const kern_ops *fast)
         attention_set_up(&r, &attention_cases[i]);
         float *a = attend(&r, ref), *b = attend(&r, fast);
         assert_memory_equal(a, b, r.args.tokens * r.args.out_stride * sizeof(float));
+        if (r.args.tokens == 1) {
+            check_parts(&r, ref, a);
+            check_parts(&r, fast, a);
+        }
         free(a);
         free(b);
         free(r.query);
