@@ -22,6 +22,7 @@ def mapped_by(one):
 
 
 def told(one, words):
+    """Lines of this start's logs."""
     return sum(words in line for text in one.logs().values() for line in text.splitlines())
 
 
@@ -44,9 +45,8 @@ def test_workers_share_one_copy_which_the_next_start_takes_and_damage_is_made_an
         first = one.complete(QUESTION, 8, ignore_eos=True)
         one.down()
 
-        kept = told(one, 'msg="weights" packed=kept')
         one.up()
-        assert told(one, 'msg="weights" packed=kept') == kept + 3
+        assert told(one, 'msg="weights" packed=kept') == 3
         assert one.complete(QUESTION, 8, ignore_eos=True).token_ids == first.token_ids
         one.down()
 
@@ -54,10 +54,9 @@ def test_workers_share_one_copy_which_the_next_start_takes_and_damage_is_made_an
         with open(found[0], "r+b") as file:
             file.seek(20_000_000)
             file.write(bytes(4096))
-        made = told(one, 'msg="weights" packed=made')
         one.up()
         assert told(one, "its bytes are damaged") >= 1
-        assert told(one, 'msg="weights" packed=made') == made + 1
+        assert told(one, 'msg="weights" packed=made') == 1
         assert packs(one) == found
         assert one.complete(QUESTION, 8, ignore_eos=True).token_ids == first.token_ids
 
