@@ -26,6 +26,7 @@
 #include "common/kv/seal.h"
 #include "common/model_file/model_file.h"
 #include "kernels/model/sample.h"
+#include "kernels/packs.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -52,6 +53,7 @@ typedef struct kern_backend_options {
     struct kern_comm *comm;   /* NULL when alone; outlives the model */
     const struct kern_comm_calls *comm_calls; /* how a plugin calls it */
     pd_memory_reach pool_reach;               /* of pool_alloc's memory, where that is a GPU's */
+    kern_packs_place packs;                   /* the host's: where packed weights are kept */
 } kern_backend_options;
 
 /* A part of one sequence: tokens at positions position .. position + count - 1. The KV of all

@@ -18,6 +18,13 @@ typedef struct kern_memory {
 
 /* PD_E_NOMEM (logged). bytes 0 is fine. */
 PD_CHECKED pd_status kern_memory_map(size_t bytes, kern_memory *memory_out);
+/* The first bytes of a file, read-only and shared with everyone who maps it; none of it is read
+ * yet. PD_E_NOMEM (logged). */
+PD_CHECKED pd_status kern_memory_map_file(int fd, size_t bytes, kern_memory *memory_out);
+/* Bytes of it that are mapped in huge pages by now. 0 also where /proc does not tell. */
+size_t kern_memory_huge_bytes(const kern_memory *memory);
+/* Asks the system to put what is not in huge pages there, now. True: it did. */
+bool kern_memory_collapse(const kern_memory *memory);
 void kern_memory_unmap(kern_memory *memory);
 /* The next bytes, 64-byte aligned; the sum must fit (pd_assert). */
 void *kern_memory_take(kern_memory *memory, size_t bytes);

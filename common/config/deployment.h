@@ -12,8 +12,8 @@
  * written (`no`, `22:22`, `1.10`), integers are plain decimal, booleans are true or false,
  * durations and sizes carry units (`200ms`, `2s`, `1m`, `64MiB`, `2GiB`).
  *
- * Relative paths (model.path, state_dir) start at the working directory of `kvferry up`; every
- * service runs in that directory.
+ * Relative paths (model.path, model.cache_dir, state_dir) start at the working directory of
+ * `kvferry up`; every service runs in that directory.
  *
  * Durations are nanoseconds (_ns), memory is bytes. A filled struct is read-only; any thread. */
 
@@ -67,7 +67,9 @@ typedef struct pd_deployment {
     struct {
         const char *name; /* default: the model file's name without its extension */
         const char *path;
-        uint32_t context; /* tokens; 0: the model's own, at most 8192 */
+        uint32_t context;      /* tokens; 0: the model's own, at most 8192 */
+        const char *cache_dir; /* of packed weights; "auto", "none" */
+        uint64_t cache_max_bytes;
         const char *aliases[PD_DEPLOYMENT_ALIASES_MAX]; /* other names clients may use */
         uint32_t aliases_count;
     } model;

@@ -28,6 +28,12 @@ const pd_key pd_schema[] = {
      "the GGUF file; from the working directory"},
     {"model.context", PD_KEY_AUTO, AT(model.context), 16, 1u << 20, "auto", NULL,
      "tokens of prompt and answer; auto: the model's, at most 8192"},
+    {"model.cache_dir", PD_KEY_STRING, AT(model.cache_dir), 1, PD_MODEL_PATH_MAX, "auto", NULL,
+     "folder of the weights as CPU workers have packed them, one copy for all; none: each packs "
+     "its "
+     "own; auto: kvferry/weights in XDG_CACHE_HOME, else in HOME/.cache"},
+    {"model.cache_max", PD_KEY_SIZE, AT(model.cache_max_bytes), MIB, 64 * TIB, "16GiB", NULL,
+     "what all models' weights may have there; the least recently used go first"},
     {"model.aliases", PD_KEY_ALIASES, AT(model.aliases), 0, 0, NULL, NULL,
      "other names clients may use"},
     {"workers", PD_KEY_INTEGER, AT(workers), 2, 2 * PD_DEPLOYMENT_WORKERS_MAX, NULL, NULL,

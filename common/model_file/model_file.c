@@ -34,6 +34,7 @@ struct pd_model_file {
     pd_text_tables text;
     char *text_bytes; /* copies of tokens, merges and other strings */
     pd_hash128 fingerprint;
+    pd_file_identity identity;
 };
 
 static const pd_dtype_info dtypes[PD_DTYPES] = {
@@ -673,6 +674,20 @@ static pd_status take_name(pd_model_file *file)
     return file->name != NULL ? PD_OK : PD_E_NOMEM;
 }
 
+static int64_t ns_of(const struct timespec *time)
+{
+    return (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
+}
+
+static pd_file_identity identity_of(const struct stat *info)
+{
+    return (pd_file_identity){.device = info->st_dev,
+                              .inode = info->st_ino,
+                              .bytes = (uint64_t)info->st_size,
+                              .modified_ns = ns_of(&info->st_mtim),
+                              .changed_ns = ns_of(&info->st_ctim)};
+}
+
 static pd_status map_file(pd_model_file *file)
 {
     struct stat info;
@@ -693,6 +708,7 @@ static pd_status map_file(pd_model_file *file)
                      file->path);
         status = PD_E_INVALID;
     } else {
+        file->identity = identity_of(&info);
         file->map_bytes = (size_t)info.st_size;
         file->map = mmap(NULL, file->map_bytes, PROT_READ, MAP_PRIVATE, fd, 0);
         if (file->map == MAP_FAILED) {
@@ -797,4 +813,26 @@ const pd_tensor *pd_model_file_tensor(const pd_model_file *file, const char *nam
 pd_hash128 pd_model_file_fingerprint(const pd_model_file *file)
 {
     return file->fingerprint;
+}
+
+pd_file_identity pd_model_file_identity(const pd_model_file *file)
+{
+    return file->identity;
+}
+
+bool pd_model_file_is_unchanged(const pd_model_file *file)
+{
+    struct stat info;
+
+    /* what is at the path now may be another file: the mapped one is what it was */
+    if (stat(file->path, &info) != 0)
+        return true;
+    pd_file_identity now = identity_of(&info);
+    return now.device != file->identity.device || now.inode != file->identity.inode ||
+           memcmp(&now, &file->identity, sizeof now) == 0;
+}
+
+pd_hash128 pd_model_file_hash(const pd_model_file *file)
+{
+    return pd_hash128_of(file->map, file->map_bytes, 0);
 }

@@ -106,6 +106,20 @@ const pd_tensor *pd_model_file_tensor(const pd_model_file *file, const char *nam
  * list) and a sample of every tensor's bytes. The same file gives the same value everywhere. */
 pd_hash128 pd_model_file_fingerprint(const pd_model_file *file);
 
+/* Of the file as it was when it was mapped. The kernel sets `changed` (ctime) at every change of
+ * bytes, name or mode, and lets nobody choose it: a file whose identity is the same has the same
+ * bytes, unless it was written within the clock's grain of the time it was looked at, or a disk
+ * is written beside the kernel. */
+typedef struct pd_file_identity {
+    uint64_t device, inode, bytes;
+    int64_t modified_ns, changed_ns; /* since 1970 */
+} pd_file_identity;
+pd_file_identity pd_model_file_identity(const pd_model_file *file);
+/* False: the path's file is the one that is mapped, and has been changed since. */
+bool pd_model_file_is_unchanged(const pd_model_file *file);
+/* Of all bytes: reads the whole file. */
+pd_hash128 pd_model_file_hash(const pd_model_file *file);
+
 #ifdef __cplusplus
 }
 #endif

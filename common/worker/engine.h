@@ -23,6 +23,9 @@ typedef struct pd_worker_engine_options {
     /* Rank 0: a rank for which it waits so much longer than for itself is killed, and the engine
      * broken. 0: never. */
     uint64_t rank_still_ns;
+    /* Where packed weights are kept for all workers and the next start; NULL: nowhere. */
+    const char *weights_folder;
+    uint64_t weights_bytes_max; /* of all that are there */
     const pd_rank_place *place; /* NULL: ranks is 1. What it points to outlives the engine */
 } pd_worker_engine_options;
 

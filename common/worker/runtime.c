@@ -45,6 +45,7 @@ typedef struct worker {
     size_t address_len;
     uint64_t router; /* that welcomed us; 0: none */
     uint64_t router_heard_ns, hello_ns;
+    bool hello_failed; /* the last one found no router to go to */
     uint64_t beat_ns, lost_after_ns;
     uint64_t sends_failed;
     /* the warm-up */
@@ -243,9 +244,12 @@ static void say_hello(worker *w)
     hello->started = w->started;
     hello->session = w->session;
     w->hello_ns = pd_clock_now_ns();
-    /* Not there yet is how every cluster starts: no warning. */
-    if (pd_bus_send(w->bus, NULL, &message) != PD_OK)
+    /* Not there yet is how every cluster starts: no warning. So is a connection that takes a
+     * moment: the first hello comes too early, and the next tick's is the one that counts. */
+    bool failed = pd_bus_send(w->bus, NULL, &message) != PD_OK;
+    if (failed && !w->hello_failed)
         pd_log_debug("msg=\"no router yet\"");
+    w->hello_failed = failed;
 }
 
 static void say_heartbeat(worker *w)
@@ -575,7 +579,8 @@ static void on_tick(void *ctx)
                     (unsigned long long)w->router, w->session);
         w->router = 0;
     }
-    if (w->router == 0 && w->drain_until_ns == 0 && now_ns >= w->hello_ns + HELLO_NS)
+    if (w->router == 0 && w->drain_until_ns == 0 &&
+        (w->hello_failed || now_ns >= w->hello_ns + HELLO_NS))
         say_hello(w);
     if (w->drain_until_ns != 0)
         go_on_draining(w, now_ns);

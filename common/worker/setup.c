@@ -62,8 +62,8 @@ pd_status pd_worker_setup_read(const pd_worker_options *options, pd_worker_setup
     return check_name(setup);
 }
 
-/* A model file that is cut off while it is mapped kills whoever reads on: say so, and end. */
-static char bus_error_line[512];
+/* A file that is cut off while it is mapped kills whoever reads on: say so, and end. */
+static char bus_error_line[512 + 2 * PD_WEIGHTS_FOLDER_BYTES];
 
 static void on_bus_error(int signal)
 {
@@ -78,16 +78,21 @@ static void catch_bus_errors(const pd_worker_setup *setup)
 {
     struct sigaction action = {.sa_handler = on_bus_error};
 
-    snprintf(bus_error_line, sizeof bus_error_line,
-             "level=error svc=%s msg=\"the model file was cut off or became unreadable while in "
-             "use\" path=%s\n",
-             setup->options->name, setup->deployment.model.path);
+    snprintf(
+        bus_error_line, sizeof bus_error_line,
+        "level=error svc=%s msg=\"the model file, or the file of its packed weights, was cut off "
+        "or became unreadable while in use\" path=%s folder=%s\n",
+        setup->options->name, setup->deployment.model.path, setup->weights_folder);
     sigemptyset(&action.sa_mask);
     sigaction(SIGBUS, &action, NULL);
 }
 
 static pd_status open_model(pd_worker_setup *setup)
 {
+    const char *cache_dir = setup->deployment.model.cache_dir;
+
+    pd_weights_folder_choose(cache_dir, getenv("XDG_CACHE_HOME"), getenv("HOME"),
+                             setup->weights_folder);
     catch_bus_errors(setup);
     pd_status status = pd_model_file_open(setup->deployment.model.path, &setup->model);
     if (status != PD_OK)
@@ -314,6 +319,8 @@ static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
         .ranks = pool->tensor_parallel,
         .pool_reach = setup->pool_reach,
         .rank_still_ns = rank_still_ns(setup),
+        .weights_folder = setup->weights_folder[0] != '\0' ? setup->weights_folder : NULL,
+        .weights_bytes_max = setup->deployment.model.cache_max_bytes,
     };
 }
 

@@ -12,6 +12,7 @@
 #include "common/worker/placement.h"
 #include "common/worker/role.h"
 #include "common/worker/ship.h"
+#include "common/worker/weights_folder.h"
 
 typedef struct pd_worker_options {
     const char *file; /* the deployment */
@@ -33,6 +34,7 @@ typedef struct pd_worker_setup {
     pd_placement placement;
     char nic_port[40]; /* "mlx5_0:1", where the placement chose it for the transfer */
     uint64_t incarnation;
+    char weights_folder[PD_WEIGHTS_FOLDER_BYTES]; /* "": none */
     pd_model_file *model;
     pd_kv_layout layout;
     pd_transfer *transfer;

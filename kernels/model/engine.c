@@ -97,6 +97,7 @@ static pd_status load(kern_engine *engine, const pd_model_file *file,
         .comm = options->comm,
         .comm_calls = &kern_comm_calls_here,
         .pool_reach = options->pool_reach,
+        .packs = options->packs,
     };
     engine->backend = choice.backend;
     engine->rank = options->rank;

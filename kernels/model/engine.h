@@ -21,6 +21,7 @@ typedef struct kern_engine_options {
     uint32_t rank, ranks;
     struct kern_comm *comm; /* NULL: one rank */
     pd_memory_reach pool_reach;
+    kern_packs_place packs;
 } kern_engine_options;
 
 /* Where the device of options' rank sits. PD_E_NOT_FOUND (not logged): it is the host's cores. */

@@ -245,7 +245,8 @@ pd_status kern_model_create(const pd_model_file *file, const kern_options *optio
     if (status == PD_OK)
         status = split_up(model, file, options);
     if (status == PD_OK)
-        status = kern_weights_init(file, model->ops, &model->split, &model->weights);
+        status =
+            kern_weights_init(file, model->ops, &model->split, &options->packs, &model->weights);
     if (status == PD_OK)
         status = kern_team_create(options->threads, &model->team);
     if (status == PD_OK)

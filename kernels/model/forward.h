@@ -15,6 +15,7 @@
 
 #include "kernels/backend.h"
 #include "kernels/comm.h"
+#include "kernels/packs.h"
 
 typedef struct kern_model kern_model;
 
@@ -26,6 +27,7 @@ typedef struct kern_options {
     uint32_t rows_max;    /* tokens a step */
     uint32_t logits_rows_max; /* rows of a step whose logits are wanted */
     kern_comm *comm;          /* of the ranks; NULL: there is one. Outlives the model */
+    kern_packs_place packs;   /* of the packed weights; all 0: private memory */
 } kern_options;
 
 /* Weights are repacked for the backend. file must outlive the model. Errors: PD_E_UNSUPPORTED (a

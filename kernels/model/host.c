@@ -53,6 +53,7 @@ static kern_options forward_options(const kern_backend_options *options)
         .rows_max = options->rows_max,
         .logits_rows_max = options->slices_max + options->logits_rows_max,
         .comm = options->comm,
+        .packs = options->packs,
     };
 }
 

@@ -42,6 +42,7 @@ static kern_engine_options engine_options(const pd_worker_engine_options *option
         .slices_max = options->slices_max,
         .ranks = options->ranks,
         .pool_reach = options->pool_reach,
+        .packs = {.folder = options->weights_folder, .bytes_max = options->weights_bytes_max},
     };
 }
 

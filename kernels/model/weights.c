@@ -8,15 +8,23 @@
 #include <stdio.h>
 #include <string.h>
 
-/* One pass of build() adds up the arena's bytes, the next fills it. */
+/* One pass of build() adds up the arena's bytes, another fills it, unless somebody did, and the
+ * last finds its parts. */
 typedef struct builder {
     const pd_model_file *file;
     const kern_ops *ops;
     const kern_split *split;
     kern_memory *memory; /* NULL in the first pass */
+    bool filled;         /* memory has the weights, and may be read only */
     size_t bytes;
+    uint64_t layout;  /* a hash of the parts so far */
     pd_status status; /* the first failure */
 } builder;
+
+static void note(builder *b, const void *bytes, size_t len)
+{
+    b->layout = pd_hash64(bytes, len, b->layout);
+}
 
 static const pd_tensor *find(builder *b, const char *name, uint64_t cols, uint64_t rows)
 {
@@ -47,6 +55,9 @@ static bool check_format(builder *b, const pd_tensor *tensor)
 
 static void *take(builder *b, size_t bytes)
 {
+    const uint64_t part[] = {b->bytes, bytes};
+
+    note(b, part, sizeof part);
     b->bytes += kern_memory_round(bytes);
     return b->memory == NULL ? NULL : kern_memory_take(b->memory, bytes);
 }
@@ -58,7 +69,7 @@ static void add_norm(builder *b, const char *name, uint32_t count, const float *
     if (tensor == NULL || !check_format(b, tensor))
         return;
     float *norm = take(b, count * sizeof *norm);
-    if (norm != NULL)
+    if (norm != NULL && !b->filled)
         kern_row_to_f32(tensor->dtype, tensor->data, count, norm);
     *norm_out = norm;
 }
@@ -107,10 +118,12 @@ static const void *place_columns(builder *b, const pd_tensor *tensor, const part
 
     if (packed == NULL) {
         void *copy = take(b, bytes);
-        if (copy != NULL)
+        if (copy != NULL && !b->filled)
             copy_columns(tensor, own, rows, copy);
         return copy;
     }
+    if (b->filled)
+        return packed;
     void *copy = pd_malloc(bytes);
     if (copy == NULL) {
         b->status = PD_E_NOMEM;
@@ -132,6 +145,10 @@ static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t row
         return;
     if (!check_format(b, tensor))
         return;
+    const uint64_t is[] = {tensor->dtype, cols,          rows,    own.row_first,
+                           own.rows,      own.col_first, own.cols};
+    note(b, name, strlen(name));
+    note(b, is, sizeof is);
     const uint8_t *first =
         (const uint8_t *)tensor->data + own.row_first * bytes_of(tensor->dtype, cols);
     *matrix_out =
@@ -146,7 +163,7 @@ static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t row
         if (packed != NULL || packed_bytes == 0)
             matrix_out->data = place_columns(b, tensor, &own, first, packed);
     } else if (packed_bytes > 0) {
-        if (packed != NULL)
+        if (packed != NULL && !b->filled)
             b->ops->pack(tensor->dtype, own.rows, own.cols, first, packed);
         matrix_out->data = packed;
     }
@@ -210,12 +227,75 @@ static pd_status check_shape(const pd_model_file *file, const pd_model_shape *sh
     return PD_E_UNSUPPORTED;
 }
 
+/* What the table's pack makes of a few matrices of any bytes: an arena that another version of it
+ * has made is then another one. */
+static pd_status note_packing(builder *b)
+{
+    enum { COLS = 1536, ROWS_MAX = 80, BYTES_MAX = COLS * ROWS_MAX * 4 };
+    static const uint32_t rows[] = {1, 17, ROWS_MAX};
+    uint64_t state = KERN_WEIGHTS_VERSION;
+    uint64_t *source = pd_malloc(BYTES_MAX);
+
+    note(b, &state, sizeof state);
+    for (size_t i = 0; source != NULL && i < BYTES_MAX / sizeof *source; i++)
+        source[i] = pd_random_next(&state);
+    for (pd_dtype dtype = 0; source != NULL && dtype < PD_DTYPES; dtype++) {
+        for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+            size_t bytes = b->ops->supports(dtype) ? b->ops->pack_bytes(dtype, rows[i], COLS) : 0;
+            void *packed = bytes > 0 ? pd_calloc(1, bytes) : NULL;
+            if (bytes > 0 && packed == NULL) {
+                pd_free(source);
+                return PD_E_NOMEM;
+            }
+            if (bytes > 0)
+                b->ops->pack(dtype, rows[i], COLS, source, packed);
+            note(b, packed, bytes);
+            pd_free(packed);
+        }
+    }
+    pd_free(source);
+    return source != NULL ? PD_OK : PD_E_NOMEM;
+}
+
+typedef struct filling {
+    const builder *sized;
+    kern_weights *weights;
+} filling;
+
+static pd_status fill(void *ctx, kern_memory *memory)
+{
+    const filling *f = ctx;
+    builder b = {
+        .file = f->sized->file, .ops = f->sized->ops, .split = f->sized->split, .memory = memory};
+
+    build(&b, f->weights);
+    return b.status;
+}
+
+static pd_status fill_arena(builder *sized, const kern_packs_place *place, kern_weights *weights)
+{
+    filling f = {.sized = sized, .weights = weights};
+    kern_packs_want want = {.file = sized->file, .bytes = sized->bytes};
+
+    if (sized->bytes == 0)
+        return PD_OK;
+    if (place != NULL && sized->bytes >= KERN_WEIGHTS_SHARED_MIN) {
+        want.place = *place;
+        pd_status status = note_packing(sized);
+        if (status != PD_OK)
+            return status;
+        want.layout = sized->layout;
+    }
+    return kern_packs_get(&want, fill, &f, &weights->memory);
+}
+
 pd_status kern_weights_init(const pd_model_file *file, const kern_ops *ops, const kern_split *split,
-                            kern_weights *weights_out)
+                            const kern_packs_place *place, kern_weights *weights_out)
 {
     kern_weights weights = {.shape = pd_model_file_shape(file)};
     builder sizing = {.file = file, .ops = ops, .split = split};
-    builder filling = {.file = file, .ops = ops, .split = split, .memory = &weights.memory};
+    builder finding = {
+        .file = file, .ops = ops, .split = split, .memory = &weights.memory, .filled = true};
     pd_status status = check_shape(file, weights.shape);
 
     if (status != PD_OK)
@@ -226,10 +306,10 @@ pd_status kern_weights_init(const pd_model_file *file, const kern_ops *ops, cons
     build(&sizing, &weights);
     status = sizing.status;
     if (status == PD_OK)
-        status = kern_memory_map(sizing.bytes, &weights.memory);
+        status = fill_arena(&sizing, place, &weights);
     if (status == PD_OK) {
-        build(&filling, &weights);
-        status = filling.status;
+        build(&finding, &weights);
+        status = finding.status;
     }
     if (status != PD_OK) {
         kern_weights_fini(&weights);

@@ -21,7 +21,7 @@ KVFERRY = os.path.abspath(os.environ.get("KVFERRY", os.path.join(ROOT, "build/de
 YAML = """
 cluster: t
 state_dir: {state}
-model: {{path: {model}}}
+model: {{path: {model}, cache_dir: none}}
 workers: 3
 ratio: "2:1"
 router: {{listen: "127.0.0.1:0"}}

@@ -230,12 +230,13 @@ pd_model_file *tiny_open(void)
     return tiny_open_shape(&tiny_every_format);
 }
 
-pd_model_file *tiny_open_shape(const tiny_shape *shape)
+void tiny_write(const tiny_shape *shape, const char *path)
 {
-    char path[] = "/tmp/kvferry-tiny-XXXXXX";
     writer *w = calloc(1, sizeof *w);
-    pd_model_file *opened = NULL;
+    FILE *file = fopen(path, "wb");
 
+    if (w == NULL || file == NULL)
+        abort();
     pd_buf_init(&w->head, 1 << 20);
     pd_buf_init(&w->data, 1 << 23);
     add_keys(w, shape);
@@ -245,17 +246,27 @@ pd_model_file *tiny_open_shape(const tiny_shape *shape)
     add_tensor(w, "output_norm.weight", PD_F32, shape->hidden, 1);
     if (!shape->tied)
         add_tensor(w, "output.weight", shape->head, shape->hidden, shape->vocab);
-    int fd = mkstemp(path);
-    FILE *file = fd < 0 ? NULL : fdopen(fd, "wb");
-    if (file == NULL)
-        abort();
     write_file(w, file);
-    if (fclose(file) != 0 || pd_model_file_open(path, &opened) != PD_OK)
+    if (fclose(file) != 0)
         abort();
-    unlink(path);
     pd_buf_fini(&w->head);
     pd_buf_fini(&w->data);
     free(w);
+}
+
+pd_model_file *tiny_open_shape(const tiny_shape *shape)
+{
+    char path[] = "/tmp/kvferry-tiny-XXXXXX";
+    pd_model_file *opened = NULL;
+    int fd = mkstemp(path);
+
+    if (fd < 0)
+        abort();
+    close(fd);
+    tiny_write(shape, path);
+    if (pd_model_file_open(path, &opened) != PD_OK)
+        abort();
+    unlink(path);
     return opened;
 }
 

@@ -23,6 +23,8 @@ typedef struct tiny_shape {
 } tiny_shape;
 extern const tiny_shape tiny_every_format;
 
+/* The file alone; aborts on failure. */
+void tiny_write(const tiny_shape *shape, const char *path);
 /* Writes the file to a temporary path and opens it; aborts on failure. */
 pd_model_file *tiny_open(void);
 pd_model_file *tiny_open_shape(const tiny_shape *shape);
