@@ -6,8 +6,8 @@
 #include "common/worker/blocks.h"
 #include "common/worker/source.h"
 #include "common/worker/token_batch.h"
-#include "decode-worker/admit.h"
 #include "common/worker/writers.h"
+#include "decode-worker/admit.h"
 
 struct pd_role_core {
     pd_role_options options;

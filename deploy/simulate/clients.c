@@ -20,8 +20,8 @@
 #define ATTEMPTS_IN_ROW_MAX 4
 /* In company: a first death, one that another's conviction explained before it, two with other
  * suspects, from which it moves further away each time, and the one that convicts it. */
-#define KILLED_MAX 5
-#define ATTEMPTS_MAX        17
+#define KILLED_MAX   5
+#define ATTEMPTS_MAX 17
 
 static uint32_t number_of(const sim_world *world, const sim_request *request)
 {

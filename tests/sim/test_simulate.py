@@ -77,8 +77,11 @@ def test_suspects_are_seldom_innocent():
     runs = max(RUNS // 20, 40)
     status, out, _ = simulate("--seed", FIRST, "--runs", runs, "--faults", "poison", "--jobs", JOBS)
     assert status == 0, told(out)
-    suspects, innocent = map(int, re.search(r"suspects (\d+) \(innocent (\d+)\)", out).groups())
+    counts = re.search(r"suspects (\d+) \(innocent (\d+); third workers (\d+) of (\d+) killers\)", out)
+    suspects, innocent, thirds, killers = map(int, counts.groups())
     assert suspects >= runs and innocent * 1000 <= suspects, told(out)
+    # that many killers at a time meet at workers: where two do, their deaths cannot be told apart
+    assert killers >= runs and thirds * 10 <= killers, told(out)
 
 
 def test_jobs_give_what_one_process_gives():
