@@ -251,7 +251,7 @@ CU_DEVICE void fold_runs(const attention_args *args, const decode_place *place,
         }
         uint64_t part = (uint64_t)(place->head + head) * args->run.items + place->part;
         cu_store<float4>(args->part + part * D + column, value);
-        if (column == 0)
+        if (column == 0) /* sectors 2: heads are a run of parts apart */
             cu_store<float2>(args->stats + part * 2, state);
     }
 }
