@@ -168,7 +168,7 @@ static void fill(pd_message *m, pd_message_kind kind)
                                           .events_sequence = 6,
                                           .warm = true,
                                           .draining = true,
-                                          .counts = {1ull << 43, 11, 12, 13}};
+                                          .counts = {1ull << 43, 11, 12, 13, 14, 1ull << 40, 15, 3}};
         break;
     case PD_MSG_LINK:
         m->link = (pd_msg_link){
