@@ -17,8 +17,8 @@ import tempfile
 HELP = "speculative decoding against none, by method and batch"
 GOAL_QUOTES, GOAL_ELSE = 1.8, 1.0
 QUOTED = (
-    "def total(items):\n    result = 0\n    for item in items:\n        result = result + item.price * item.count\n"
-    "    return result\n\n"
+    "red apple, green pear, yellow quince, blue plum, black cherry, white grape, brown fig, golden peach, dark mulberry, "
+    "pale lychee, sour gooseberry, sweet melon, ripe mango, small kumquat, large pomelo, wild strawberry\n"
 )
 STORY = "Once upon a time in a small town by the sea there lived an old clockmaker who"
 
@@ -35,7 +35,7 @@ def options(parser):
 def prompts(kind, batch):
     """Texts that quote what came before, or none that do; a different beginning each."""
     if kind == "quotes":
-        return [f"# version {n}\n" + QUOTED * 3 + "def total(items):\n" for n in range(batch)]
+        return [f"List {n}, three times:\n" + QUOTED * 2 + QUOTED[:20] for n in range(batch)]
     return [f"Story {n}. {STORY}" for n in range(batch)]
 
 
