@@ -481,7 +481,7 @@ static void on_lease_request(pd_role_core *core, const pd_msg_lease_request *ask
         say_no_lease(core, &asked->key, asked->id, status, &refusal);
         if (status == PD_E_PEER)
             pd_writers_say_fenced(&core->writers, &core->sink, asked->key.router,
-                                      asked->sender.name, asked->sender.incarnation);
+                                  asked->sender.name, asked->sender.incarnation);
         return;
     }
     if (s->ttl_ns == 0)
@@ -681,7 +681,7 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     case PD_MSG_PEER_UP:
         pd_writers_welcome(&core->writers, &message->peer_up);
         pd_writers_say_fenced(&core->writers, &core->sink, router, message->peer_up.name,
-                                  message->peer_up.incarnation);
+                              message->peer_up.incarnation);
         break;
     case PD_MSG_PEER_GONE: decode_landing_peer_gone(core, &message->peer_gone, now_ns); break;
     case PD_MSG_WELCOME:
