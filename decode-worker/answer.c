@@ -27,14 +27,17 @@ const char *decode_answer_check(const pd_role_options *options, const decode_seq
     return NULL;
 }
 
-pd_status decode_answer_begin(decode_sequence *s, const pd_msg_decode_start *asked)
+pd_status decode_answer_begin(decode_sequence *s, const pd_msg_decode_start *asked,
+                              size_t drafting_bytes)
 {
     /* One more than has room in the KV: the last token is answered, never read back in. */
     s->tokens_max = s->capacity + 1;
-    s->answer_memory = pd_malloc((s->tokens_max + asked->end_tokens_count) * sizeof(uint32_t));
+    s->answer_memory = pd_malloc(
+        drafting_bytes + ((size_t)s->tokens_max + asked->end_tokens_count) * sizeof(uint32_t));
     if (s->answer_memory == NULL)
         return PD_E_NOMEM;
-    s->tokens = s->answer_memory;
+    s->drafting.state = drafting_bytes == 0 ? NULL : s->answer_memory;
+    s->tokens = (uint32_t *)((char *)s->answer_memory + drafting_bytes);
     s->end_tokens = s->tokens + s->tokens_max;
     memcpy(s->tokens, asked->tokens, asked->tokens_count * sizeof *s->tokens);
     if (asked->end_tokens_count > 0)

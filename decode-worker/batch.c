@@ -96,7 +96,8 @@ uint64_t decode_batch_context(const decode_batch *batch)
     return context;
 }
 
-double decode_batch_queue_ms(const decode_batch *batch, const pd_cost *cost, bool stepping)
+double decode_batch_queue_ms(const decode_batch *batch, const pd_cost *cost, bool stepping,
+                             double tokens_a_step)
 {
     uint32_t running = batch->count < batch->running_max ? batch->count : batch->running_max;
     uint64_t left = 0;
@@ -113,20 +114,30 @@ double decode_batch_queue_ms(const decode_batch *batch, const pd_cost *cost, boo
         left += s->max_tokens > answered ? s->max_tokens - answered : 0;
     }
     /* Each of running_max places gives left / running_max steps before it is free for one more. */
-    return ms + step_ms * (double)left / batch->running_max;
+    return ms + step_ms * (double)left / tokens_a_step / batch->running_max;
 }
 
-bool decode_batch_take(decode_sequence *sequence, const pd_step_slice *slice, uint32_t context_max,
-                       uint32_t *index_out, pd_finish *finish_out)
+uint32_t decode_batch_take(decode_sequence *sequence, const pd_step_slice *slice,
+                           uint32_t context_max, uint32_t *index_out, pd_finish *finish_out)
 {
-    sequence->kv_tokens += slice->count;
+    uint32_t sure = slice->count - slice->drafts;
+
+    sequence->kv_tokens += sure;
     if (!slice->want_token)
-        return false;
-    pd_assert(sequence->tokens_count < sequence->tokens_max);
-    uint32_t position = sequence->tokens_count;
-    sequence->tokens[sequence->tokens_count++] = slice->token_out;
-    *index_out = position - sequence->answer_from;
-    *finish_out = pd_token_finish(slice->token_out, *index_out, position, sequence->end_tokens,
-                                  sequence->end_tokens_count, sequence->max_tokens, context_max);
-    return true;
+        return 0;
+    *index_out = sequence->tokens_count - sequence->answer_from;
+    for (uint32_t i = 0;; i++) {
+        pd_assert(sequence->tokens_count < sequence->tokens_max);
+        bool is_draft = i < slice->drafts;
+        uint32_t draft = is_draft ? slice->tokens[sure + i] : 0; /* may lie where the token goes */
+        uint32_t token = is_draft ? slice->drafts_out[i] : slice->token_out;
+        uint32_t position = sequence->tokens_count;
+        sequence->tokens[sequence->tokens_count++] = token;
+        *finish_out =
+            pd_token_finish(token, position - sequence->answer_from, position, sequence->end_tokens,
+                            sequence->end_tokens_count, sequence->max_tokens, context_max);
+        if (*finish_out != PD_FINISH_NONE || !is_draft || token != draft)
+            return i + 1;
+        sequence->kv_tokens++; /* the draft's row was the token's */
+    }
 }

@@ -8,6 +8,7 @@
 #include "common/worker/token_batch.h"
 #include "common/worker/writers.h"
 #include "decode-worker/admit.h"
+#include "decode-worker/speculate.h"
 
 struct pd_role_core {
     pd_role_options options;
@@ -31,6 +32,8 @@ struct pd_role_core {
     pd_step step;
     pd_step_slice *slices; /* [max_batch] */
     bool stepping, draining;
+    decode_spec spec;
+    uint64_t drafted_ns; /* when the draft model began for the step under way; 0: it did not */
     uint64_t steps_done;
     pd_role_counters counters;
 };

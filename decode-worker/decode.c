@@ -81,7 +81,9 @@ static pd_status decode_create(const pd_role_options *options, const pd_role_sin
         status =
             pd_lease_table_create(core->blocks.cache, sequences_max * 2, blocks_max, &core->leases);
     if (status == PD_OK)
-        status = pd_token_batch_init(&core->tokens, options->max_batch);
+        status = decode_spec_init(&core->spec, &core->options, rows);
+    if (status == PD_OK) /* each row of a step may bring one */
+        status = pd_token_batch_init(&core->tokens, rows);
     if (status == PD_OK)
         status = decode_room_init(&core->room, &core->options, &core->blocks, core->leases,
                                   sequences_max);
@@ -110,6 +112,7 @@ static void decode_destroy(pd_role_core *core)
         core->sequences = s->next;
         decode_admit_free(s);
     }
+    decode_spec_fini(&core->spec);
     pd_token_batch_fini(&core->tokens);
     pd_source_fini(&core->source);
     pd_audit_fini(&core->audit);
@@ -184,6 +187,7 @@ static void release(pd_role_core *core, decode_sequence *s)
     if (s->started)
         decode_lengths_observe(&core->room.lengths, s->tokens_count - s->answer_from,
                                s->answer_ended);
+    decode_spec_end(&core->spec, s);
     core->live--;
     s->given_up = true;
     pd_land_give_up(&core->lander, &s->landing);
@@ -241,13 +245,19 @@ static double step_ms(const pd_role_core *core)
     return pd_cost_decode_step_ms(&core->cost, running, decode_batch_context(&core->batch));
 }
 
+/* Of a step, for each token that its sequences get: what lies ahead is counted in tokens. */
+static double token_ms(const pd_role_core *core)
+{
+    return step_ms(core) / core->spec.tokens_a_step;
+}
+
 /* Nothing runs when nobody of the batch has a block for its next token: the next tick tries again,
  * and so does whatever gives blocks back. */
 void decode_run_step(pd_role_core *core, uint64_t now_ns)
 {
     if (core->stepping || (core->batch.count == 0 && core->room.standing == 0))
         return;
-    decode_room_prepare(&core->room, &core->batch, core->sequences, step_ms(core), now_ns);
+    decode_room_prepare(&core->room, &core->batch, core->sequences, token_ms(core), now_ns);
     uint32_t count = decode_batch_plan(&core->batch, core->slices);
     if (count == 0)
         return;
@@ -257,7 +267,23 @@ void decode_run_step(pd_role_core *core, uint64_t now_ns)
         .slices = core->slices,
         .slices_count = count,
     };
-    core->sink.run(core->sink.ctx, &core->step);
+    pd_step *draft;
+    if (decode_spec_plan(&core->spec, core->slices, count, &draft))
+        core->sink.draft(core->sink.ctx, draft);
+    else
+        core->sink.run(core->sink.ctx, &core->step);
+}
+
+static void decode_on_draft_done(pd_role_core *core, pd_step *step, uint64_t now_ns)
+{
+    pd_assert(core->stepping);
+    (void)now_ns;
+    if (core->drafted_ns == 0)
+        core->drafted_ns = step->started_ns;
+    if (decode_spec_on_draft(&core->spec, step, core->slices, core->step.slices_count, &step))
+        core->sink.draft(core->sink.ctx, step);
+    else
+        core->sink.run(core->sink.ctx, &core->step);
 }
 
 void decode_join(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
@@ -272,27 +298,29 @@ void decode_join(pd_role_core *core, decode_sequence *s, uint64_t now_ns)
 static void take_slice(pd_role_core *core, const pd_step_slice *slice)
 {
     decode_sequence *s = slice->request;
-    uint32_t index;
-    pd_finish finish;
+    uint32_t index = 0;
+    pd_finish finish = PD_FINISH_NONE;
 
     s->in_step = false;
     s->solo = false;
     core->counters.tokens_computed += slice->count;
-    bool answered = decode_batch_take(s, slice, core->options.context_max, &index, &finish);
+    if (slice->want_token)
+        decode_spec_took(&core->spec, s, slice, &core->counters);
+    uint32_t tokens = decode_batch_take(s, slice, core->options.context_max, &index, &finish);
     if (s->ending) {
         release(core, s);
         return;
     }
-    if (!answered)
-        return;
-    pd_token_batch_add(&core->tokens, &(pd_step_token){.key = s->key,
-                                                       .index = index,
-                                                       .token = slice->token_out,
-                                                       .finish = finish});
+    for (uint32_t i = 0; i < tokens; i++)
+        pd_token_batch_add(&core->tokens,
+                           &(pd_step_token){.key = s->key,
+                                            .index = index + i,
+                                            .token = s->tokens[s->tokens_count - tokens + i],
+                                            .finish = i + 1 == tokens ? finish : PD_FINISH_NONE});
     if (finish != PD_FINISH_NONE) {
         s->answer_ended = finish == PD_FINISH_STOP;
         core->counters.finished++;
-        pd_log_req_debug(s->id, "msg=\"decode ends\" tokens=%u finish=%d", index + 1, finish);
+        pd_log_req_debug(s->id, "msg=\"decode ends\" tokens=%u finish=%d", index + tokens, finish);
         decode_give_up(core, s);
     }
 }
@@ -315,7 +343,8 @@ static void take_failed_step(pd_role_core *core, const pd_step *step)
 
 static double queue_ms(const pd_role_core *core)
 {
-    return decode_batch_queue_ms(&core->batch, &core->cost, core->stepping);
+    return decode_batch_queue_ms(&core->batch, &core->cost, core->stepping,
+                                 core->spec.tokens_a_step);
 }
 
 static void decode_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_ns)
@@ -324,6 +353,11 @@ static void decode_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_
     core->stepping = false;
     core->steps_done++;
     core->counters.steps++;
+    if (step->status == PD_OK)
+        decode_spec_observe(&core->spec, step);
+    if (core->drafted_ns != 0) /* guessing is part of the step for everybody else */
+        step->started_ns = core->drafted_ns;
+    core->drafted_ns = 0;
     if (step->status == PD_OK) {
         uint64_t context = 0;
         for (uint32_t i = 0; i < step->slices_count; i++)
@@ -348,7 +382,7 @@ static void decode_on_step_done(pd_role_core *core, pd_step *step, uint64_t now_
 static uint32_t retry_after_ms(const pd_role_core *core, uint32_t wait_steps)
 {
     const double least_ms = 50, most_ms = 10000, unknown_ms = 250;
-    double ms = wait_steps == 0 ? unknown_ms : wait_steps * step_ms(core);
+    double ms = wait_steps == 0 ? unknown_ms : wait_steps * token_ms(core);
 
     return (uint32_t)(ms < least_ms ? least_ms : ms > most_ms ? most_ms : ms);
 }
@@ -425,7 +459,7 @@ static pd_status lease(pd_role_core *core, const pd_msg_lease_request *asked, ui
         refusal_out->reason = "as many sequences as may wait here are waiting";
         return PD_E_OVERLOAD;
     }
-    return decode_admit_promise(&core->admit, asked, core->sequences, step_ms(core), now_ns,
+    return decode_admit_promise(&core->admit, asked, core->sequences, token_ms(core), now_ns,
                                 sequence_out, refusal_out);
 }
 
@@ -508,10 +542,11 @@ static void on_decode_start(pd_role_core *core, const pd_msg_decode_start *asked
         decode_fail(core, s, PD_E_INVALID, wrong);
         return;
     }
-    if (decode_answer_begin(s, asked) != PD_OK) {
+    if (decode_answer_begin(s, asked, decode_spec_bytes(&core->spec, s->capacity + 1)) != PD_OK) {
         decode_fail(core, s, PD_E_NOMEM, "no memory for the answer");
         return;
     }
+    decode_spec_begin(&core->spec, s);
     s->started = true;
     pd_land_await(&s->landing, asked->landing_ms * PD_NS_PER_MS, now_ns);
     if (s->landed) {
@@ -780,6 +815,11 @@ static pd_role_counters decode_counters(const pd_role_core *core)
     return counters;
 }
 
+static pd_spec_method decode_speculation(const pd_role_core *core)
+{
+    return core->spec.how.method;
+}
+
 static const pd_cost *decode_cost(const pd_role_core *core)
 {
     return &core->cost;
@@ -792,6 +832,7 @@ const pd_role_ops decode_role = {
     .on_message = decode_on_message,
     .on_checked = decode_landing_on_checked,
     .on_step_done = decode_on_step_done,
+    .on_draft_done = decode_on_draft_done,
     .on_transfer = decode_landing_on_transfer,
     .on_tick = decode_on_tick,
     .peer_dead = decode_landing_peer_dead,
@@ -803,4 +844,5 @@ const pd_role_ops decode_role = {
     .heartbeat = decode_heartbeat,
     .counters = decode_counters,
     .cost = decode_cost,
+    .speculation = decode_speculation,
 };

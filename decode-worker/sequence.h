@@ -8,6 +8,20 @@
 
 #include "common/kv/lease.h"
 #include "common/worker/land.h"
+#include "common/worker/role.h"
+
+/* What speculative decoding knows of a sequence (decode-worker/speculate.h). It is made from the
+ * tokens alone, so it is nothing that would have to be moved, shipped or kept. */
+typedef struct decode_drafting {
+    void *state;        /* the method's, in answer_memory; NULL: none */
+    float right, tries; /* drafts, the latest count most */
+    /* the draft model's */
+    pd_block *blocks; /* in answer_memory, of its own pool */
+    uint32_t blocks_count;
+    uint32_t kv_tokens; /* positions whose KV it has, of these very tokens */
+    uint32_t made;      /* drafts of the step being prepared */
+    uint32_t wanted;    /* likewise */
+} decode_drafting;
 
 typedef struct decode_sequence {
     struct decode_sequence *prev, *next; /* of all */
@@ -49,6 +63,7 @@ typedef struct decode_sequence {
     bool ending;       /* given up as soon as the step under way is over */
     bool solo;         /* was in a failed step: stepped alone, to find who is at fault */
     struct decode_sequence *batch_prev, *batch_next;
+    decode_drafting drafting;
 
     /* room: growth, and giving way to others */
     int32_t priority;

@@ -41,16 +41,17 @@ struct kern_comm;                       /* tensor-parallel ranks (kernels/comm.h
 struct kern_comm_calls;
 
 typedef struct kern_backend_options {
-    uint32_t device;          /* the n-th of the backend's devices; of ranks, rank 0's */
-    const char *variant;      /* "cpu-avx2": one of the host's instruction sets; NULL: the best */
-    uint32_t threads;         /* host threads that compute; 0: one a usable core */
-    uint32_t context_max;     /* positions 0 .. context_max - 1 */
-    uint32_t rows_max;        /* tokens of a step */
-    uint32_t slices_max;      /* of a step; each may sample a token */
-    uint32_t logits_rows_max; /* rows of a step whose logits go to the host, beside sampling; 0: no
-                                 slice asks */
-    uint32_t rank, ranks;     /* of a tensor-parallel group; ranks 0 is 1 */
-    struct kern_comm *comm;   /* NULL when alone; outlives the model */
+    uint32_t device;           /* the n-th of the backend's devices; of ranks, rank 0's */
+    const char *variant;       /* "cpu-avx2": one of the host's instruction sets; NULL: the best */
+    uint32_t threads;          /* host threads that compute; 0: one a usable core */
+    uint32_t context_max;      /* positions 0 .. context_max - 1 */
+    uint32_t rows_max;         /* tokens of a step */
+    uint32_t slices_max;       /* of a step; each may sample a token */
+    uint32_t sampled_rows_max; /* rows of a step that are sampled; 0: slices_max */
+    uint32_t logits_rows_max;  /* rows of a step whose logits go to the host, beside sampling; 0: no
+                                  slice asks */
+    uint32_t rank, ranks;      /* of a tensor-parallel group; ranks 0 is 1 */
+    struct kern_comm *comm;    /* NULL when alone; outlives the model */
     const struct kern_comm_calls *comm_calls; /* how a plugin calls it */
     pd_memory_reach pool_reach;               /* of pool_alloc's memory, where that is a GPU's */
     kern_packs_place packs;                   /* the host's: where packed weights are kept */
@@ -67,13 +68,30 @@ typedef struct kern_slice {
     float *logits;        /* host, [count - logits_from][vocab], written; NULL when none */
 } kern_slice;
 
-/* A slice, and what is to come of it. */
+/* A slice, and what is to come of it.
+ *
+ * Its last tokens may be drafts: guesses at what the model says, taken along to be verified. Then
+ * the row before each of them is sampled as well, each with the draw of its own position, so that
+ * drafts_out[i] is the token that belongs where the i-th draft stands: the first drafts that are
+ * equal to theirs are what the model says, and so is the first that differs, or token_out when none
+ * does. K and V of drafts that are not stay in the pool until a later step writes their positions
+ * again. */
 typedef struct kern_job_slice {
     kern_slice slice;
     bool want_token; /* sample after the slice's last row, whether or not it asks for logits */
+    /* Of the slice's tokens, the last so many: fewer than slice.count; 0 without want_token. With
+     * logits, these are asked for from the first row that is sampled, or before. */
+    uint32_t drafts;
     kern_sampling sampling;
-    uint32_t token_out; /* written: the token at position slice.position + slice.count */
+    uint32_t token_out;   /* written: the token at position slice.position + slice.count */
+    uint32_t *drafts_out; /* [drafts], written likewise: at those of the drafts */
 } kern_job_slice;
+
+/* The first row of a slice that is sampled; slice.count: none is. */
+static inline uint32_t kern_sampled_from(const kern_job_slice *job)
+{
+    return job->want_token ? job->slice.count - 1 - job->drafts : job->slice.count;
+}
 
 /* Every layer of the group is done for all rows of the step: its KV in the pool is final, for
  * whoever reads the pool (other devices and processes too). */

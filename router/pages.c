@@ -98,16 +98,19 @@ static void write_worker(void *ctx, const router_worker_view *view)
                   "\"running\":%u,\"quarantined\":%u}",
                   view->ledger.total, view->ledger.free, view->ledger.cached, view->ledger.leased,
                   view->ledger.running, view->ledger.quarantined);
-    pd_buf_printf(out,
-                  ",\"queue_ms\":%.3f,\"running\":%u,\"waiting\":%u,\"inflight\":%u,"
-                  "\"index_blocks\":%u,\"index_synced\":%s,\"pid\":%" PRId64
-                  ",\"heartbeat_age_ms\":%" PRIu64 ",\"shipped_bytes\":%" PRIu64
-                  ",\"suspended\":%" PRIu64 ",\"moved\":%" PRIu64 ",\"stalled\":%" PRIu64 "}",
-                  isfinite(view->queue_ms) ? (double)view->queue_ms : 0, view->running,
-                  view->waiting, view->inflight, view->index_blocks,
-                  view->index_synced ? "true" : "false", view->pid,
-                  (uint64_t)(view->heartbeat_age_ns / PD_NS_PER_MS), view->counts.shipped_bytes,
-                  view->counts.suspended, view->counts.moved, view->counts.stalled);
+    pd_buf_printf(
+        out,
+        ",\"queue_ms\":%.3f,\"running\":%u,\"waiting\":%u,\"inflight\":%u,"
+        "\"index_blocks\":%u,\"index_synced\":%s,\"pid\":%" PRId64 ",\"heartbeat_age_ms\":%" PRIu64
+        ",\"shipped_bytes\":%" PRIu64 ",\"suspended\":%" PRIu64 ",\"moved\":%" PRIu64
+        ",\"stalled\":%" PRIu64 ",\"speculative\":{\"method\":\"%s\",\"steps\":%" PRIu64
+        ",\"draft_tokens\":%" PRIu64 ",\"accepted_tokens\":%" PRIu64 "}}",
+        isfinite(view->queue_ms) ? (double)view->queue_ms : 0, view->running, view->waiting,
+        view->inflight, view->index_blocks, view->index_synced ? "true" : "false", view->pid,
+        (uint64_t)(view->heartbeat_age_ns / PD_NS_PER_MS), view->counts.shipped_bytes,
+        view->counts.suspended, view->counts.moved, view->counts.stalled,
+        pd_spec_method_name(view->counts.spec_method), view->counts.spec_steps,
+        view->counts.spec_drafted, view->counts.spec_accepted);
 }
 
 void pages_workers(const router_core *core, uint64_t now_ns, pd_buf *out)
@@ -189,19 +192,25 @@ static void write_queue(void *ctx, const router_worker_view *view)
 typedef struct worker_counter {
     const char *name, *help;
     size_t at; /* in pd_worker_counts */
-    bool decode_only;
+    bool decode_only, by_method;
 } worker_counter;
 
 static const worker_counter worker_counters[] = {
     {"kvferry_worker_shipped_bytes_total", "KV bytes that a worker wrote to others.",
-     offsetof(pd_worker_counts, shipped_bytes), false},
+     offsetof(pd_worker_counts, shipped_bytes), false, false},
     {"kvferry_worker_suspended_total", "Sequences that a decode worker had no room for.",
-     offsetof(pd_worker_counts, suspended), true},
+     offsetof(pd_worker_counts, suspended), true, false},
     {"kvferry_worker_moved_total", "Of these, moved with their KV to another decode worker.",
-     offsetof(pd_worker_counts, moved), true},
+     offsetof(pd_worker_counts, moved), true, false},
     {"kvferry_worker_stalled_total",
      "Sequences that a decode worker left out of a step for want of a block, each time.",
-     offsetof(pd_worker_counts, stalled), true},
+     offsetof(pd_worker_counts, stalled), true, false},
+    {"kvferry_spec_steps_total", "Steps of sequences that brought draft tokens to be verified.",
+     offsetof(pd_worker_counts, spec_steps), true, true},
+    {"kvferry_spec_draft_tokens_total", "Draft tokens that were proposed.",
+     offsetof(pd_worker_counts, spec_drafted), true, true},
+    {"kvferry_spec_accepted_tokens_total", "Of these, accepted: the model says the same.",
+     offsetof(pd_worker_counts, spec_accepted), true, true},
 };
 
 typedef struct counter_page {
@@ -212,11 +221,14 @@ typedef struct counter_page {
 static void write_worker_counter(void *ctx, const router_worker_view *view)
 {
     const counter_page *page = ctx;
-    pd_metric_label label = {"worker", view->name};
+    pd_metric_label labels[] = {{"worker", view->name},
+                                {"method", pd_spec_method_name(view->counts.spec_method)}};
     uint64_t value;
     memcpy(&value, (const char *)&view->counts + page->counter->at, sizeof value);
-    if (view->role == PD_ROLE_DECODE || !page->counter->decode_only)
-        pd_metrics_write_sample(page->out, page->counter->name, &label, 1, (double)value);
+    bool off = page->counter->by_method && view->counts.spec_method == PD_SPEC_OFF;
+    if ((view->role == PD_ROLE_DECODE || !page->counter->decode_only) && !off)
+        pd_metrics_write_sample(page->out, page->counter->name, labels,
+                                page->counter->by_method ? 2 : 1, (double)value);
 }
 
 static void write_worker_counters(const router_core *core, uint64_t now_ns, pd_buf *out)

@@ -453,14 +453,24 @@ static void on_token(router_requests *t, uint32_t slot, const pd_step_token *tok
         take_early(t, r, now_ns);
 }
 
+/* A step may bring several tokens of a sequence; they stand together. */
+static uint32_t sequences_of(const pd_msg_step_tokens *tokens)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < tokens->tokens_count; i++)
+        count += i == 0 || tokens->tokens[i].key.number != tokens->tokens[i - 1].key.number;
+    return count;
+}
+
 void router_requests_on_tokens(router_requests *t, uint32_t slot, const pd_msg_step_tokens *tokens,
                                uint64_t now_ns)
 {
     router_worker *worker = router_request_worker(t, slot);
     uint32_t active = t->o.counters->active;
     if (worker->hello.role == PD_ROLE_DECODE) {
-        uint32_t batch = worker->report.running > tokens->tokens_count ? worker->report.running
-                                                                       : tokens->tokens_count;
+        uint32_t sequences = sequences_of(tokens);
+        uint32_t batch = worker->report.running > sequences ? worker->report.running : sequences;
         uint64_t context = (uint64_t)worker->report.ledger.running * t->o.config->block_tokens;
         pd_cost_observe_decode(&t->cost, batch, context, tokens->step_ms);
     } else if (worker->report_ns != 0 && tokens->queue_ms >= 0) {

@@ -625,6 +625,31 @@ static void finish_router(reading *r)
         TELL_KEY(r, "router.replicas", "%u routers; one is supported for now", d->router.replicas);
 }
 
+static void finish_speculative(reading *r)
+{
+    const pd_deployment *d = &r->v.d;
+    bool model = d->speculative.method == PD_SPEC_DRAFT_MODEL;
+
+    if (state_of(r, "decode.speculative.method") == BAD)
+        return;
+    if (model && state_of(r, "decode.speculative.draft_model") == UNSET)
+        TELL_KEY(r, "decode.speculative.method",
+                 "draft_model needs decode.speculative.draft_model: a GGUF file with the model's "
+                 "vocabulary");
+    if (!model && state_of(r, "decode.speculative.draft_model") == GOOD)
+        TELL_KEY(r, "decode.speculative.draft_model",
+                 "is for method: draft_model, and the method is %s",
+                 pd_spec_method_name(d->speculative.method));
+    if (d->speculative.ngram_min > d->speculative.ngram_max)
+        TELL_KEY(r, "decode.speculative.ngram_min", "must not be above ngram_max (%u), and is %u",
+                 d->speculative.ngram_max, d->speculative.ngram_min);
+    if (d->speculative.method == PD_SPEC_LOOKAHEAD &&
+        d->speculative.window >= d->speculative.draft_tokens)
+        TELL_KEY(r, "decode.speculative.window",
+                 "must be below draft_tokens (%u), which it is a part of, and is %u",
+                 d->speculative.draft_tokens, d->speculative.window);
+}
+
 static void finish_rest(reading *r)
 {
     pd_deployment *d = &r->v.d;
@@ -658,6 +683,7 @@ static void read_tree(reading *r, pd_yaml_node *root, const char *const *sets, s
     count_workers(r);
     finish_model(r);
     finish_router(r);
+    finish_speculative(r);
     finish_rest(r);
 }
 
@@ -819,6 +845,9 @@ void pd_deployment_dump(const pd_deployment *deployment, pd_buf *buf)
         int depth = 0;
         if (pd_schema[i].type == PD_KEY_RATIO)
             continue; /* the counts of the pools say it */
+        if (pd_schema[i].type == PD_KEY_STRING &&
+            *(const char *const *)((const char *)&v + pd_schema[i].offset) == NULL)
+            continue; /* a file that is not named */
         for (const char *dot; (dot = strchr(at, '.')) != NULL; at = dot + 1, depth++) {
             size_t len = (size_t)(dot - at);
             pd_assert(depth < 2 && len < sizeof open[0]);

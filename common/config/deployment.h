@@ -20,6 +20,7 @@
 #include "common/base/buf.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
+#include "common/base/spec_method.h"
 #include "common/base/status.h"
 
 #include <stdint.h>
@@ -112,6 +113,16 @@ typedef struct pd_deployment {
 
     pd_deployment_pool prefill;
     pd_deployment_pool decode;
+
+    struct { /* decode.speculative */
+        pd_spec_method method;
+        uint32_t draft_tokens; /* of a sequence in a step, at most */
+        bool adaptive;         /* only as many as pay for themselves */
+        uint32_t ngram_min, ngram_max;
+        uint32_t window;             /* lookahead's */
+        const char *draft_model;     /* a GGUF file; NULL: none */
+        uint64_t draft_memory_bytes; /* of its KV */
+    } speculative;
 
     struct {
         uint32_t block_tokens; /* multiple of 16, at most 256 */

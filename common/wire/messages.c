@@ -267,6 +267,10 @@ static pd_status pack_heartbeat(packing *pack, const pd_msg_heartbeat *in)
     out->suspended = in->counts.suspended;
     out->moved = in->counts.moved;
     out->stalled = in->counts.stalled;
+    out->spec_steps = in->counts.spec_steps;
+    out->spec_drafted = in->counts.spec_drafted;
+    out->spec_accepted = in->counts.spec_accepted;
+    out->spec_method = in->counts.spec_method;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_HEARTBEAT;
     pack->envelope.heartbeat = out;
     return PD_OK;

@@ -115,6 +115,10 @@ typedef struct pd_worker_counts {
     uint64_t suspended;     /* sequences it had no room for, and of these */
     uint64_t moved;         /* those that went on elsewhere with their KV */
     uint64_t stalled;       /* sequences left out of a step for want of a block, each time */
+    uint64_t spec_steps;    /* sequences' steps that brought draft tokens */
+    uint64_t spec_drafted;  /* draft tokens in them */
+    uint64_t spec_accepted; /* of these, those that the model says, too */
+    uint32_t spec_method;   /* pd_spec_method */
 } pd_worker_counts;
 
 typedef struct pd_msg_heartbeat {

@@ -247,7 +247,11 @@ static void take_heartbeat(unpacking *un, const Kvw__Heartbeat *in, pd_msg_heart
     out->counts = (pd_worker_counts){.shipped_bytes = in->shipped_bytes,
                                      .suspended = in->suspended,
                                      .moved = in->moved,
-                                     .stalled = in->stalled};
+                                     .stalled = in->stalled,
+                                     .spec_steps = in->spec_steps,
+                                     .spec_drafted = in->spec_drafted,
+                                     .spec_accepted = in->spec_accepted,
+                                     .spec_method = in->spec_method};
 }
 
 static void take_link(unpacking *un, const Kvw__Link *in, pd_msg_link *out)

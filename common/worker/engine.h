@@ -18,6 +18,7 @@ typedef struct pd_worker_engine_options {
     uint32_t context_max;       /* positions */
     uint32_t rows_max;          /* tokens of a step */
     uint32_t slices_max;        /* of a step */
+    uint32_t sampled_rows_max;  /* of a step; 0: slices_max */
     uint32_t ranks;             /* tensor-parallel; 0: 1 */
     pd_memory_reach pool_reach; /* of a GPU's pool */
     /* Rank 0: a rank for which it waits so much longer than for itself is killed, and the engine

@@ -8,6 +8,7 @@
  * belongs to one thread. An action may be called from within any event function, and never calls
  * back into the core before it has returned. */
 
+#include "common/base/spec_method.h"
 #include "common/cost/cost.h"
 #include "common/kv/layout.h"
 #include "common/wire/messages.h"
@@ -15,6 +16,20 @@
 #include "common/worker/step.h"
 
 typedef struct pd_role_core pd_role_core;
+
+/* Limits of speculative decoding. A token and its drafts are one tile of query rows at most. */
+enum { PD_SPEC_DRAFTS_MOST = 15, PD_SPEC_NGRAM_MOST = 8 };
+
+/* Speculative decoding at a decode worker. */
+typedef struct pd_speculation {
+    pd_spec_method method;
+    uint32_t draft_tokens;         /* of a sequence in a step, at most; 1 .. PD_SPEC_DRAFTS_MOST */
+    uint32_t ngram_min, ngram_max; /* 2 .. PD_SPEC_NGRAM_MOST */
+    uint32_t window;               /* lookahead's; below draft_tokens */
+    bool adaptive;                 /* as many drafts as pay for themselves; else all, always */
+    /* draft_model: its own KV, and rows of one of its steps */
+    uint32_t draft_blocks, draft_block_tokens, draft_rows, draft_context;
+} pd_speculation;
 
 typedef struct pd_role_options {
     const char *name; /* the worker's, "prefill-0"; borrowed */
@@ -30,6 +45,7 @@ typedef struct pd_role_options {
     bool seals;             /* notices carry seals, and they are checked */
     bool ship_whole;        /* a prompt's blocks leave when all of them are computed */
     uint64_t lost_after_ns; /* a router silent for so long is gone, until it says its own value */
+    pd_speculation speculation; /* of a decode worker; all 0: off */
 } pd_role_options;
 
 /* What a core may ask for. ctx is passed to each. */
@@ -39,6 +55,8 @@ typedef struct pd_role_sink {
     void (*send)(void *ctx, uint64_t router, const pd_message *message);
     /* Runs the step; on_step_done follows, later. */
     void (*run)(void *ctx, pd_step *step);
+    /* Runs a step of the draft model, on its own KV; on_draft_done follows. NULL without one. */
+    void (*draft)(void *ctx, pd_step *step);
     /* As pd_transfer_connect and pd_transfer_close (prefill workers). */
     pd_status (*connect)(void *ctx, const void *address, size_t bytes, uint64_t tag,
                          pd_peer *peer_out);
@@ -68,9 +86,12 @@ typedef struct pd_role_counters {
     uint64_t blocks_shipped;
     uint64_t bytes_shipped; /* that left, whatever came of their shipment */
     uint64_t routers_lost;
-    uint64_t suspended; /* sequences whose router was told that there is no room for them */
-    uint64_t moved;     /* of these, released after their blocks were shipped */
-    uint64_t stalled;   /* sequences left out of a step for want of a block, each time */
+    uint64_t suspended;     /* sequences whose router was told that there is no room for them */
+    uint64_t moved;         /* of these, released after their blocks were shipped */
+    uint64_t stalled;       /* sequences left out of a step for want of a block, each time */
+    uint64_t spec_steps;    /* sequences' steps that brought drafts */
+    uint64_t spec_drafted;  /* draft tokens in them, and of these */
+    uint64_t spec_accepted; /* those that the model says, too */
 } pd_role_counters;
 
 typedef struct pd_role_ops {
@@ -90,6 +111,8 @@ typedef struct pd_role_ops {
     /* NULL: the role verifies nothing. */
     void (*on_checked)(pd_role_core *core, const pd_checked *checked, uint64_t now_ns);
     void (*on_step_done)(pd_role_core *core, pd_step *step, uint64_t now_ns);
+    /* NULL: the role has no draft model. */
+    void (*on_draft_done)(pd_role_core *core, pd_step *step, uint64_t now_ns);
     void (*on_transfer)(pd_role_core *core, const pd_transfer_event *event, uint64_t now_ns);
     /* Deadlines, expiries, lost routers, the ledger's check. At least every 100 ms. */
     void (*on_tick)(pd_role_core *core, uint64_t now_ns);
@@ -115,6 +138,8 @@ typedef struct pd_role_ops {
     pd_role_counters (*counters)(const pd_role_core *core);
     /* What measured steps and transfers are learnt into. */
     const pd_cost *(*cost)(const pd_role_core *core);
+    /* How it guesses; NULL: never. */
+    pd_spec_method (*speculation)(const pd_role_core *core);
 } pd_role_ops;
 
 /* All of a heartbeat that a core knows: what ops->heartbeat fills, and what it has counted. */

@@ -114,6 +114,14 @@ static void act_run(void *ctx, pd_step *step)
     pd_assert(status == PD_OK); /* one step of the core and one warm-up at most */
 }
 
+static void act_draft(void *ctx, pd_step *step)
+{
+    worker *w = ctx;
+    pd_status status = w->setup.draft.ops->run(w->setup.draft.engine, step, NULL, NULL);
+
+    pd_assert(status == PD_OK); /* one of them at a time */
+}
+
 /* The layout of a peer's pool, by its address. */
 static pd_status layout_of(const worker *w, const pd_worker_address *address,
                            pd_kv_layout *layout_out)
@@ -452,6 +460,16 @@ static void on_engine(void *ctx, uint32_t epoll_events)
     }
 }
 
+static void on_draft(void *ctx, uint32_t epoll_events)
+{
+    worker *w = ctx;
+    pd_step *step;
+
+    (void)epoll_events; /* level-triggered */
+    if (w->setup.draft.ops->poll(w->setup.draft.engine, &step) == PD_OK)
+        w->ops->on_draft_done(w->core, step, pd_clock_now_ns());
+}
+
 static void tell_shipped(worker *w)
 {
     while (pd_ship_poll(w->setup.shipper, &w->event) == PD_OK)
@@ -617,6 +635,24 @@ static void on_terminate(void *ctx)
 
 /* ---- making ---- */
 
+static pd_speculation speculation_of(const pd_worker_setup *s, pd_role role)
+{
+    const pd_deployment *d = &s->deployment;
+
+    if (role != PD_ROLE_DECODE || d->speculative.method == PD_SPEC_OFF)
+        return (pd_speculation){0};
+    return (pd_speculation){.method = d->speculative.method,
+                            .draft_tokens = d->speculative.draft_tokens,
+                            .ngram_min = d->speculative.ngram_min,
+                            .ngram_max = d->speculative.ngram_max,
+                            .window = d->speculative.window,
+                            .adaptive = d->speculative.adaptive,
+                            .draft_blocks = s->draft.layout.blocks,
+                            .draft_block_tokens = s->draft.layout.block_tokens,
+                            .draft_rows = s->draft.rows,
+                            .draft_context = s->draft.context};
+}
+
 static pd_status make_core(worker *w)
 {
     const pd_worker_setup *s = &w->setup;
@@ -634,11 +670,13 @@ static pd_status make_core(worker *w)
         .seals = s->deployment.transfer.seals,
         .ship_whole = !s->deployment.transfer.overlap,
         .lost_after_ns = w->lost_after_ns,
+        .speculation = speculation_of(s, w->ops->role),
     };
     pd_role_sink sink = {
         .ctx = w,
         .send = act_send,
         .run = act_run,
+        .draft = act_draft,
         .connect = act_connect,
         .close = act_close,
         .notify = act_notify,
@@ -777,6 +815,9 @@ static pd_status prepare(worker *w)
     if (status == PD_OK)
         status = pd_loop_add_fd(w->loop, w->setup.options->engine->fd(w->setup.engine), EPOLLIN,
                                 on_engine, w);
+    if (status == PD_OK && w->setup.draft.engine != NULL)
+        status = pd_loop_add_fd(w->loop, w->setup.draft.ops->fd(w->setup.draft.engine), EPOLLIN,
+                                on_draft, w);
     if (status == PD_OK)
         status =
             pd_loop_add_fd(w->loop, pd_transfer_fd(w->setup.transfer), EPOLLIN, on_transfer, w);
@@ -801,6 +842,8 @@ static void dismantle(worker *w)
         pd_bus_destroy(w->bus);
     if (w->setup.engine != NULL)
         pd_loop_remove_fd(w->loop, w->setup.options->engine->fd(w->setup.engine));
+    if (w->setup.draft.engine != NULL)
+        pd_loop_remove_fd(w->loop, w->setup.draft.ops->fd(w->setup.draft.engine));
     if (w->setup.transfer != NULL)
         pd_loop_remove_fd(w->loop, pd_transfer_fd(w->setup.transfer));
     if (w->verifier != NULL)

@@ -306,16 +306,33 @@ static uint64_t rank_still_ns(const pd_worker_setup *setup)
     return LOST_TIMES * setup->deployment.heartbeat.lost_after_ns;
 }
 
+static bool speculates(const pd_worker_setup *setup)
+{
+    return setup->options->role->role == PD_ROLE_DECODE &&
+           setup->deployment.speculative.method != PD_SPEC_OFF;
+}
+
+/* Rows that are sampled: with drafts, each of a sequence's. */
+static uint32_t sampled_rows(const pd_worker_setup *setup, uint32_t rows_max)
+{
+    uint32_t each = 1 + (speculates(setup) ? setup->deployment.speculative.draft_tokens : 0);
+    uint32_t rows = setup->pool->max_batch * each;
+
+    return rows < rows_max ? rows : rows_max;
+}
+
 static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
 {
     const pd_deployment_pool *pool = setup->pool;
+    uint32_t rows = pool->chunk_tokens > pool->max_batch ? pool->chunk_tokens : pool->max_batch;
 
     return (pd_worker_engine_options){
         .device = pool->device,
         .threads = setup->threads,
         .context_max = setup->context,
-        .rows_max = pool->chunk_tokens > pool->max_batch ? pool->chunk_tokens : pool->max_batch,
+        .rows_max = rows,
         .slices_max = pool->max_batch,
+        .sampled_rows_max = sampled_rows(setup, rows),
         .ranks = pool->tensor_parallel,
         .pool_reach = setup->pool_reach,
         .rank_still_ns = rank_still_ns(setup),
@@ -341,6 +358,7 @@ static pd_ranks_memory ranks_memory(const pd_worker_setup *setup)
                                options.context_max,
                                options.rows_max,
                                options.slices_max,
+                               options.sampled_rows_max,
                                seals};
 
     return (pd_ranks_memory){
@@ -410,6 +428,16 @@ static pd_status create_engine(pd_worker_setup *setup)
     if (status == PD_E_NOMEM)
         pd_log_error("msg=\"no memory for the engine\" device=%s", options.device);
     return status;
+}
+
+static pd_status open_draft(pd_worker_setup *setup)
+{
+    pd_worker_engine_options options = engine_options(setup);
+
+    if (!speculates(setup) || setup->deployment.speculative.method != PD_SPEC_DRAFT_MODEL)
+        return PD_OK;
+    return pd_draft_open(&setup->deployment, setup->model, setup->options->engine, &options,
+                         &setup->draft);
 }
 
 static pd_status bind_engine(pd_worker_setup *setup, void *pool)
@@ -482,6 +510,8 @@ pd_status pd_worker_setup_open(pd_worker_setup *setup)
     if (status == PD_OK)
         status = create_engine(setup);
     if (status == PD_OK)
+        status = open_draft(setup);
+    if (status == PD_OK)
         status = open_transfer(setup);
     if (status == PD_OK)
         status =
@@ -545,6 +575,7 @@ void pd_worker_setup_close(pd_worker_setup *setup)
      * when nobody else has it any more. */
     if (setup->engine != NULL)
         setup->options->engine->stop(setup->engine);
+    pd_draft_close(&setup->draft);
     pd_ship_destroy(setup->shipper);
     if (setup->transfer != NULL)
         pd_transfer_destroy(setup->transfer);

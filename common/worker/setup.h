@@ -8,6 +8,7 @@
 #include "common/config/deployment.h"
 #include "common/model_file/model_file.h"
 #include "common/transfer/transfer.h"
+#include "common/worker/draft.h"
 #include "common/worker/engine.h"
 #include "common/worker/placement.h"
 #include "common/worker/role.h"
@@ -41,6 +42,7 @@ typedef struct pd_worker_setup {
     pd_ranks *ranks; /* NULL: there is one */
     pd_rank_place place;
     pd_worker_engine *engine;
+    pd_draft draft;             /* of a decode worker with a draft model; else all 0 */
     pd_worker_pool pool_memory; /* the engine's, if it must be */
     pd_memory_reach pool_reach; /* as it is asked of the engine */
     pd_sealer sealer;           /* all NULL: seals are off */

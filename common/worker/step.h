@@ -19,9 +19,12 @@ typedef struct pd_step_slice {
     uint32_t position;      /* of tokens[0] */
     const pd_block *blocks; /* table from position 0, covers position + count */
     bool want_token;        /* sample after the last token */
+    uint32_t drafts;        /* with want_token: of the tokens, the last so many are guesses */
     pd_sampling sampling;
     /* results */
-    uint32_t token_out; /* want_token: the sampled token */
+    uint32_t token_out;   /* want_token: the sampled token */
+    uint32_t *drafts_out; /* [drafts] the tokens that belong where the drafts stand: the first that
+                             differs from its draft ends what is true of the slice */
 } pd_step_slice;
 
 typedef struct pd_step {

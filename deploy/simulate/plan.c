@@ -95,6 +95,7 @@ void sim_plan_draw(uint64_t seed, uint32_t allowed, sim_plan *plan_out)
     plan.links = (sim_links)AMONG(&random, SIM_LINKS_MEMORY, SIM_LINKS_MIXED, SIM_LINKS_MIXED,
                                   SIM_LINKS_MESSAGES, SIM_LINKS_MESSAGES);
     plan.socket_bytes = AMONG(&random, 8, 64, 512) << 10;
+    plan.speculates = AMONG(&random, 0, 0, 1) != 0;
     *plan_out = plan;
 }
 
@@ -116,6 +117,8 @@ void sim_plan_describe(const sim_plan *plan, char *text, size_t size)
         used += snprintf(text + used, size - (size_t)used, ", messages%s by sockets of %llu KiB",
                          plan->links == SIM_LINKS_MIXED ? " between hosts" : "",
                          (unsigned long long)plan->socket_bytes >> 10);
+    if (plan->speculates && used > 0 && (size_t)used < size)
+        used += snprintf(text + used, size - (size_t)used, ", drafts");
     if (plan->slow_factor > 0 && used > 0 && (size_t)used < size)
         snprintf(text + used, size - (size_t)used,
                  ", links%s %u times as slow from %.1f s for %.1f s",

@@ -46,7 +46,7 @@ static double step_ms(sim_worker *worker, const pd_step *step)
 
     for (uint32_t i = 0; i < step->slices_count; i++) {
         const pd_step_slice *slice = &step->slices[i];
-        if (slice->count > 1) {
+        if (slice->count > 1 + slice->drafts) {
             ms += pd_cost_prefill_ms(&world->cost, slice->count, slice->position);
         } else {
             batch++;
@@ -95,6 +95,18 @@ static void on_run(void *ctx, pd_step *step)
         sim_schedule(world, world->now_ns + took_ns * (event.a + 1) / groups, event);
     event.kind = SIM_STEP_DONE;
     sim_schedule(world, world->now_ns + took_ns + 1, event);
+}
+
+/* Lookahead, for it always has guesses; some of them are right where a text is computed again. */
+static pd_speculation speculation_of(const sim_plan *plan, pd_role role)
+{
+    if (!plan->speculates || role != PD_ROLE_DECODE)
+        return (pd_speculation){0};
+    return (pd_speculation){.method = PD_SPEC_LOOKAHEAD,
+                            .draft_tokens = 6,
+                            .ngram_min = 2,
+                            .ngram_max = 4,
+                            .window = 4};
 }
 
 static void free_check(struct sim_check *check)
@@ -200,6 +212,7 @@ void sim_worker_start(sim_worker *worker)
         .prefix_cache = plan->prefix_cache,
         .seals = plan->seals,
         .lost_after_ns = LOST_AFTER_NS,
+        .speculation = speculation_of(plan, worker->ops->role),
     };
     pd_role_sink sink = {.ctx = worker, .send = on_send, .run = on_run, .verify = on_verify};
     sim_plane_fill_sink(&sink);
@@ -414,6 +427,18 @@ static bool is_deadly(const sim_worker *worker, sim_request *request)
     return request->poison == SIM_POISON_DECODE && ++request->steps >= request->poison_step;
 }
 
+/* After the last row, and before each draft. */
+static void draw_tokens(sim_worker *worker, pd_step_slice *slice)
+{
+    pd_step_slice part = *slice;
+
+    for (uint32_t draft = 0; draft < slice->drafts; draft++) {
+        part.count = slice->count - slice->drafts + draft;
+        slice->drafts_out[draft] = sim_model_token(&worker->kv, &part);
+    }
+    slice->token_out = sim_model_token(&worker->kv, slice);
+}
+
 void sim_worker_on_step_done(sim_worker *worker, uint64_t number)
 {
     sim_world *world = worker->world;
@@ -429,7 +454,7 @@ void sim_worker_on_step_done(sim_worker *worker, uint64_t number)
             return;
         }
         if (step->slices[i].want_token)
-            step->slices[i].token_out = sim_model_token(&worker->kv, &step->slices[i]);
+            draw_tokens(worker, &step->slices[i]);
     }
     step->status = PD_OK;
     step->finished_ns = world->now_ns;

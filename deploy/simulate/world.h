@@ -42,8 +42,9 @@ typedef struct sim_plan {
     pd_kv_layout layout;
     uint32_t chunk_tokens, max_batch, queue_max, context_max;
     bool prefix_cache, seals;
-    double gap_ms;                   /* mean time between arrivals */
-    double late;                     /* share of messages that are much later than others */
+    bool speculates; /* decode workers take drafts along; most are wrong, for tokens are random */
+    double gap_ms;   /* mean time between arrivals */
+    double late;     /* share of messages that are much later than others */
     uint64_t tokens_late_ns;         /* their socket is behind the others, at most */
     double lose, duplicate, reorder; /* shares of messages on the control plane */
     pd_router_policy policy;

@@ -21,7 +21,7 @@ struct cu_batch {
     uint8_t *memory; /* the device's */
     uint64_t bytes;
     /* the step that is being built */
-    uint32_t rows, ones, tiles, logits, blocks; /* ones: rows of slices of one token, the first */
+    uint32_t rows, ones, tiles, logits, blocks; /* ones: rows that go by items, the first */
     /* gathered before the counts, and so the places, are known */
     uint32_t *token, *position, *table; /* [rows_max] */
     uint32_t *tile_row, *tile_rows;     /* [rows_max] */
@@ -160,7 +160,7 @@ uint32_t cu_batch_wanted_from(const kern_job_slice *slice)
 {
     uint32_t from = slice->slice.logits != NULL ? slice->slice.logits_from : slice->slice.count;
 
-    return slice->want_token && from == slice->slice.count ? slice->slice.count - 1 : from;
+    return slice->want_token && from == slice->slice.count ? kern_sampled_from(slice) : from;
 }
 
 static pd_status check_slice(const cu_batch_limits *limits, const kern_slice *slice)
@@ -205,26 +205,28 @@ static pd_status check_step(const cu_batch_limits *limits, const kern_backend_st
     return status;
 }
 
-static void assert_slice(const cu_batch *batch, const kern_slice *slice)
+static void assert_slice(const cu_batch *batch, const kern_job_slice *job)
 {
+    const kern_slice *slice = &job->slice;
     const cu_batch_limits *limits = &batch->limits;
 
     pd_assert(slice->count > 0 && slice->count <= limits->rows_max - batch->rows);
     pd_assert(slice->logits_from <= slice->count);
     pd_assert((slice->logits != NULL) == (slice->logits_from < slice->count));
+    pd_assert(cu_batch_wanted_from(job) <= kern_sampled_from(job));
     for (uint32_t i = 0; i <= (slice->position + slice->count - 1) / limits->block_tokens; i++)
         pd_assert(slice->blocks[i] < limits->blocks);
 }
 
-/* In the last row's place a token is drawn, where one is wanted; the others are looked at for
- * numbers that are none. */
+/* In the places of rows that are sampled a token is drawn; the others are looked at for numbers
+ * that are none. */
 static void add_logits(cu_batch *batch, const kern_job_slice *job, uint32_t row_first)
 {
     const kern_slice *slice = &job->slice;
 
     for (uint32_t i = cu_batch_wanted_from(job); i < slice->count; i++) {
         cu_sampling sampling = {.top_p = 1, .position = slice->position + i + 1};
-        if (job->want_token && i + 1 == slice->count) {
+        if (i >= kern_sampled_from(job)) {
             sampling.temperature = job->sampling.temperature;
             sampling.top_p = job->sampling.top_p;
             sampling.top_k = job->sampling.top_k;
@@ -236,15 +238,34 @@ static void add_logits(cu_batch *batch, const kern_job_slice *job, uint32_t row_
     }
 }
 
-/* A chunk is attended for by tiles, one token by items. */
-static void add_slice(cu_batch *batch, const kern_slice *slice)
+/* One token is attended for by items, and so are one and its drafts, a row each: where a step has
+ * nothing else it is recorded. drafts: these too. */
+static bool by_items(const kern_job_slice *job, bool drafts)
 {
-    assert_slice(batch, slice);
+    return job->slice.count == 1 ||
+           (drafts && job->slice.count <= CU_TILE_ROWS && kern_sampled_from(job) == 0);
+}
+
+static uint32_t rows_by_items(const kern_backend_step *step, bool drafts)
+{
+    uint32_t rows = 0;
+
+    for (uint32_t i = 0; i < step->slices_count; i++)
+        rows += by_items(&step->slices[i], drafts) ? step->slices[i].slice.count : 0;
+    return rows;
+}
+
+/* A chunk is attended for by tiles. */
+static void add_slice(cu_batch *batch, const kern_job_slice *job, bool items)
+{
+    const kern_slice *slice = &job->slice;
+
+    assert_slice(batch, job);
     for (uint32_t i = 0; i < slice->count; i++, batch->rows++) {
         batch->token[batch->rows] = slice->tokens[i];
         batch->position[batch->rows] = slice->position + i;
         batch->table[batch->rows] = batch->blocks;
-        if (slice->count == 1)
+        if (items)
             continue;
         if (i % CU_TILE_ROWS == 0) {
             batch->tile_row[batch->tiles] = batch->rows;
@@ -255,26 +276,28 @@ static void add_slice(cu_batch *batch, const kern_slice *slice)
     batch->blocks += (slice->position + slice->count - 1) / batch->limits.block_tokens + 1;
 }
 
-/* Slices of one token first, so that a launch for them is one for neighbours; logits come in the
+/* Slices by items first, so that a launch for them is one for neighbours; logits come in the
  * slices' order. */
 static void add_slices(cu_batch *batch, const kern_backend_step *step)
 {
-    uint32_t count = step->slices_count, ones = 0, one = 0, chunk;
+    bool drafts = rows_by_items(step, true) <= decode_rows_max(&batch->limits);
+    uint32_t count = step->slices_count, place = 0, one = 0;
+    uint32_t ones = rows_by_items(step, drafts);
 
     batch->rows = batch->tiles = batch->logits = batch->blocks = 0;
-    for (uint32_t i = 0; i < count; i++)
-        ones += step->slices[i].slice.count == 1;
-    chunk = ones;
-    for (uint32_t i = 0; i < count; i++)
-        batch->order[step->slices[i].slice.count == 1 ? one++ : chunk++] = i;
-    for (uint32_t i = 0; i < count; i++)
-        add_slice(batch, &step->slices[batch->order[i]].slice);
-    batch->ones = ones;
-    one = 0;
+    for (int items = 1; items >= 0; items--)
+        for (uint32_t i = 0; i < count; i++)
+            if (by_items(&step->slices[i], drafts) == (items == 1))
+                batch->order[place++] = i;
     for (uint32_t i = 0; i < count; i++) {
-        uint32_t rows = step->slices[i].slice.count;
-        add_logits(batch, &step->slices[i], rows == 1 ? one++ : ones);
-        ones += rows == 1 ? 0 : rows;
+        const kern_job_slice *job = &step->slices[batch->order[i]];
+        add_slice(batch, job, by_items(job, drafts));
+    }
+    batch->ones = ones;
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t *row = by_items(&step->slices[i], drafts) ? &one : &ones;
+        add_logits(batch, &step->slices[i], *row);
+        *row += step->slices[i].slice.count;
     }
 }
 

@@ -31,7 +31,7 @@ typedef struct cu_batch_limits {
 typedef struct cu_plan {
     cu_step step;
     uint32_t rows_used;              /* without padding */
-    bool decode;                     /* every slice is one token, whose logits are wanted */
+    bool decode;                     /* every slice is one token, or one and drafts, all sampled */
     uint32_t positions_max;          /* above every position of a chunk */
     uint32_t items;                  /* of decode attention: a decode step's padded, if one run */
     uint32_t live_first, live_rows;  /* rows from the first to the last whose logits are wanted */
@@ -61,5 +61,6 @@ PD_CHECKED pd_status cu_batch_read_back(cu_batch *batch, gpu_stream *stream, con
 bool cu_batch_was_broken(const cu_batch *batch);
 uint32_t cu_batch_token(const cu_batch *batch, uint32_t at);
 
-/* The rows of a slice whose logits are wanted: from the first on, to its end. */
+/* The rows of a slice whose logits are wanted: from the first on, to its end. Those that are
+ * sampled are the last of them (kern_sampled_from). */
 uint32_t cu_batch_wanted_from(const kern_job_slice *slice);

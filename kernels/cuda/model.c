@@ -38,6 +38,13 @@ struct kern_loaded {
 
 /* ---- creation ---- */
 
+static uint32_t logits_max_of(const kern_backend_options *o)
+{
+    uint32_t sampled = o->sampled_rows_max > o->slices_max ? o->sampled_rows_max : o->slices_max;
+
+    return sampled + o->logits_rows_max;
+}
+
 static cu_forward_options forward_options_of(const kern_loaded *model)
 {
     const kern_backend_options *o = &model->options;
@@ -45,7 +52,7 @@ static cu_forward_options forward_options_of(const kern_loaded *model)
     return (cu_forward_options){.weights = &model->weights,
                                 .comm = model->comm,
                                 .rows_max = o->rows_max,
-                                .logits_max = o->slices_max + o->logits_rows_max,
+                                .logits_max = logits_max_of(o),
                                 .context_max = o->context_max};
 }
 
@@ -55,7 +62,7 @@ static cu_batch_limits limits_of(const kern_loaded *model, uint32_t block_tokens
     const cu_forward_options forward = forward_options_of(model);
 
     return (cu_batch_limits){.rows_max = o->rows_max,
-                             .logits_max = o->slices_max + o->logits_rows_max,
+                             .logits_max = logits_max_of(o),
                              .slices_max = o->slices_max,
                              .context_max = o->context_max,
                              .vocab = model->weights.shape.vocab,
@@ -383,9 +390,12 @@ static void hand_out(const kern_loaded *model, const kern_backend_step *step)
     uint32_t end = 0;
 
     for (uint32_t i = 0; i < step->slices_count; i++) {
-        end += step->slices[i].slice.count - cu_batch_wanted_from(&step->slices[i]);
-        if (step->slices[i].want_token)
-            step->slices[i].token_out = cu_batch_token(model->batch, end - 1);
+        kern_job_slice *job = &step->slices[i];
+        end += job->slice.count - cu_batch_wanted_from(job);
+        for (uint32_t draft = 0; draft < job->drafts; draft++)
+            job->drafts_out[draft] = cu_batch_token(model->batch, end - 1 - job->drafts + draft);
+        if (job->want_token)
+            job->token_out = cu_batch_token(model->batch, end - 1);
     }
 }
 

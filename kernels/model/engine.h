@@ -17,7 +17,8 @@ typedef struct kern_engine kern_engine;
  * Every rank's engine is created and bound with the same options but for the rank. */
 typedef struct kern_engine_options {
     const char *device; /* as in kernels/plugins.h */
-    uint32_t threads, context_max, rows_max, slices_max, logits_rows_max; /* as the backend's */
+    /* as the backend's */
+    uint32_t threads, context_max, rows_max, slices_max, sampled_rows_max, logits_rows_max;
     uint32_t rank, ranks;
     struct kern_comm *comm; /* NULL: one rank */
     pd_memory_reach pool_reach;

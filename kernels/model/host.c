@@ -14,11 +14,11 @@ struct kern_loaded {
     pd_kv_layout layout;
     void *pool;           /* NULL: not bound yet */
     pd_seal_tiles *tiles; /* NULL: nobody seals */
-    uint32_t vocab, slices_max, logits_rows_max;
+    uint32_t vocab, slices_max, sampled_rows_max, logits_rows_max;
     /* the stepping thread's */
     kern_slice *slices;   /* [slices_max] */
-    float *logits;        /* [slices_max][vocab], of slices that want a token and no logits; NULL
-                             with ranks: they have room in their comm */
+    float *logits;        /* [sampled_rows_max][vocab], of slices that want a token and no logits;
+                             NULL with ranks: they have room in their comm */
     uint64_t *sort_space; /* [vocab] */
 };
 
@@ -44,6 +44,12 @@ static void host_destroy(kern_loaded *host)
     pd_free(host);
 }
 
+static uint32_t sampled_rows_max(const kern_backend_options *options)
+{
+    return options->sampled_rows_max > options->slices_max ? options->sampled_rows_max
+                                                           : options->slices_max;
+}
+
 static kern_options forward_options(const kern_backend_options *options)
 {
     return (kern_options){
@@ -51,7 +57,7 @@ static kern_options forward_options(const kern_backend_options *options)
         .threads = options->threads,
         .context_max = options->context_max,
         .rows_max = options->rows_max,
-        .logits_rows_max = options->slices_max + options->logits_rows_max,
+        .logits_rows_max = sampled_rows_max(options) + options->logits_rows_max,
         .comm = options->comm,
         .packs = options->packs,
     };
@@ -78,12 +84,14 @@ static pd_status host_create(const pd_model_file *file, const kern_backend_optio
     host->comm = options->comm;
     host->vocab = pd_model_file_shape(file)->vocab;
     host->slices_max = options->slices_max;
+    host->sampled_rows_max = sampled_rows_max(options);
     host->logits_rows_max = options->logits_rows_max;
     pd_status status = kern_model_create(file, &forward, &host->model);
     if (status == PD_OK) {
         host->slices = pd_calloc(host->slices_max, sizeof *host->slices);
         if (host->comm == NULL)
-            host->logits = pd_calloc(host->slices_max, (size_t)host->vocab * sizeof *host->logits);
+            host->logits =
+                pd_calloc(host->sampled_rows_max, (size_t)host->vocab * sizeof *host->logits);
         host->sort_space = pd_calloc(host->vocab, sizeof *host->sort_space);
         if (host->slices == NULL || (host->comm == NULL && host->logits == NULL) ||
             host->sort_space == NULL)
@@ -105,7 +113,7 @@ static const char *host_describe(const kern_loaded *host)
 static uint64_t host_bytes(const kern_loaded *host)
 {
     uint64_t logits_bytes =
-        host->logits == NULL ? 0 : (uint64_t)host->slices_max * host->vocab * sizeof(float);
+        host->logits == NULL ? 0 : (uint64_t)host->sampled_rows_max * host->vocab * sizeof(float);
 
     return kern_model_bytes(host->model) + logits_bytes +
            (host->tiles == NULL ? 0 : pd_seal_tiles_bytes(host->tiles));
@@ -141,18 +149,23 @@ static pd_status host_bind(kern_loaded *host, const pd_kv_layout *layout, void *
 /* The slices as the forward pass takes them; rows to sample from get room in our logits. */
 static pd_status prepare(kern_loaded *host, const kern_backend_step *step)
 {
-    uint32_t asked = 0, logits_rows = 0;
+    uint32_t asked = 0, sampled = 0, logits_rows = 0;
 
     for (uint32_t i = 0; i < step->slices_count; i++) {
-        const kern_slice *slice = &step->slices[i].slice;
-        asked += slice->logits == NULL ? 0 : slice->count - slice->logits_from;
+        const kern_job_slice *job = &step->slices[i];
+        asked += job->slice.logits == NULL ? 0 : job->slice.count - job->slice.logits_from;
+        sampled += job->slice.count - kern_sampled_from(job);
     }
-    if (step->slices_count > host->slices_max || asked > host->logits_rows_max) {
+    if (step->slices_count > host->slices_max || sampled > host->sampled_rows_max ||
+        asked > host->logits_rows_max) {
         pd_log_error("msg=\"kernels: a step asks for more than the model was made for\" slices=%u "
-                     "slices_max=%u logits_rows=%u logits_rows_max=%u",
-                     step->slices_count, host->slices_max, asked, host->logits_rows_max);
+                     "slices_max=%u sampled_rows=%u sampled_rows_max=%u logits_rows=%u "
+                     "logits_rows_max=%u",
+                     step->slices_count, host->slices_max, sampled, host->sampled_rows_max, asked,
+                     host->logits_rows_max);
         return PD_E_TOO_LARGE;
     }
+    sampled = 0;
     for (uint32_t i = 0; i < step->slices_count; i++) {
         kern_slice *slice = &host->slices[i];
         *slice = step->slices[i].slice;
@@ -160,11 +173,26 @@ static pd_status prepare(kern_loaded *host, const kern_backend_step *step)
             logits_rows += host->slices[i - 1].count - host->slices[i - 1].logits_from;
         if (!step->slices[i].want_token || slice->logits != NULL)
             continue;
-        slice->logits_from = slice->count - 1;
+        slice->logits_from = kern_sampled_from(&step->slices[i]);
         slice->logits = host->comm != NULL ? kern_model_logits(host->model, logits_rows)
-                                           : host->logits + (size_t)i * host->vocab;
+                                           : host->logits + (size_t)sampled * host->vocab;
+        sampled += slice->count - slice->logits_from;
     }
     return PD_OK;
+}
+
+/* Each row that is sampled, with the draw of the position that follows it. */
+static void sample_slice(kern_loaded *host, kern_job_slice *job, const kern_slice *slice)
+{
+    for (uint32_t row = kern_sampled_from(job); row < slice->count; row++) {
+        const float *logits = slice->logits + (size_t)(row - slice->logits_from) * host->vocab;
+        uint32_t token = kern_sample(&job->sampling, logits, host->vocab, slice->position + row + 1,
+                                     host->sort_space);
+        if (row + 1 == slice->count)
+            job->token_out = token;
+        else
+            job->drafts_out[row - kern_sampled_from(job)] = token;
+    }
 }
 
 static pd_status host_step(kern_loaded *host, const kern_backend_step *step)
@@ -185,15 +213,8 @@ static pd_status host_step(kern_loaded *host, const kern_backend_step *step)
         status = kern_model_step(host->model, &forward);
     if (status != PD_OK || (host->comm != NULL && kern_comm_rank(host->comm) > 0))
         return status;
-    for (uint32_t i = 0; i < step->slices_count; i++) {
-        const kern_slice *slice = &host->slices[i];
-        if (!step->slices[i].want_token)
-            continue;
-        const float *logits =
-            slice->logits + (size_t)(slice->count - 1 - slice->logits_from) * host->vocab;
-        step->slices[i].token_out = kern_sample(&step->slices[i].sampling, logits, host->vocab,
-                                                slice->position + slice->count, host->sort_space);
-    }
+    for (uint32_t i = 0; i < step->slices_count; i++)
+        sample_slice(host, &step->slices[i], &host->slices[i]);
     return PD_OK;
 }
 

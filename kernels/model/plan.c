@@ -7,7 +7,7 @@
 #include <string.h>
 
 typedef struct told_slice {
-    uint32_t count, position, logits_from, tokens_at, blocks_at;
+    uint32_t count, position, logits_from, drafts, tokens_at, blocks_at;
     bool has_logits, want_token;
 } told_slice;
 
@@ -85,6 +85,7 @@ static bool write_slice(kern_plan *plan, const kern_job_slice *job, uint32_t blo
     *told = (told_slice){.count = slice->count,
                          .position = slice->position,
                          .logits_from = slice->logits_from,
+                         .drafts = job->drafts,
                          .tokens_at = *tokens,
                          .blocks_at = *blocks,
                          .has_logits = slice->logits != NULL,
@@ -136,6 +137,7 @@ bool kern_plan_await(kern_plan *plan, kern_backend_step *step_out)
                       .logits_from = told->logits_from,
                       .logits = told->has_logits ? &plan->no_logits : NULL},
             .want_token = told->want_token,
+            .drafts = told->drafts,
         };
     }
     *step_out = (kern_backend_step){.slices = plan->slices, .slices_count = *plan->slices_count};

@@ -40,6 +40,7 @@ static kern_engine_options engine_options(const pd_worker_engine_options *option
         .context_max = options->context_max,
         .rows_max = options->rows_max,
         .slices_max = options->slices_max,
+        .sampled_rows_max = options->sampled_rows_max,
         .ranks = options->ranks,
         .pool_reach = options->pool_reach,
         .packs = {.folder = options->weights_folder, .bytes_max = options->weights_bytes_max},
@@ -155,6 +156,9 @@ static kern_job_slice slice_of(const pd_step_slice *slice)
                   .blocks = slice->blocks,
                   .logits_from = slice->count},
         .want_token = slice->want_token,
+        .drafts = slice->drafts,
+        .drafts_out =
+            slice->drafts_out, /* as large as it has to be, and nobody reads it meanwhile */
         .sampling = {.temperature = slice->sampling.temperature,
                      .top_p = slice->sampling.top_p,
                      .top_k = slice->sampling.top_k,

@@ -129,8 +129,11 @@ typedef struct rig {
 
 static kern_backend_options options_of(uint32_t rows_max)
 {
-    return (kern_backend_options){
-        .context_max = 512, .rows_max = rows_max, .slices_max = 8, .logits_rows_max = rows_max};
+    return (kern_backend_options){.context_max = 512,
+                                  .rows_max = rows_max,
+                                  .slices_max = 8,
+                                  .sampled_rows_max = 16,
+                                  .logits_rows_max = rows_max};
 }
 
 static pd_kv_layout layout_of(const pd_model_file *file)
@@ -400,6 +403,63 @@ static void compare_long_row(device *d, void *ctx)
     pd_model_file_close(file);
     pd_free(expected);
     pd_free(logits);
+}
+
+/* Drafts are verified beside another's single token, three times alike: called, recorded and
+ * launched; and once more with logits asked for, which is no decode step. The last draft is written
+ * again by what follows, and the hashes are those of the bytes. */
+static void compare_drafts(device *d, void *ctx)
+{
+    enum { DRAFTS = 4, AT = 29, ALL = AT + 1 + DRAFTS };
+    const given *model = ctx;
+    static uint64_t sort_space[VOCAB];
+    pd_model_file *file = tiny_open_shape(&model->shape);
+    float *expected = logits_space(ALL), *logits = logits_space(1 + DRAFTS);
+    rig r = rig_of(d, file, false);
+    uint32_t out[DRAFTS];
+
+    run_text(&r, 2, ALL, ALL, expected);
+    for (uint32_t turn = 0; turn < 4; turn++) {
+        kern_job_slice slices[2] = {slice_of(&r, 0, 0, AT, NULL), slice_of(&r, 1, 0, AT, NULL)};
+        run(&r, slices, 2);
+        slices[0] = slice_of(&r, 0, AT, 1 + DRAFTS, turn == 3 ? logits : NULL);
+        slices[1] = slice_of(&r, 1, AT, 1, NULL);
+        for (uint32_t s = 0; s < 2; s++) {
+            slices[s].want_token = true;
+            slices[s].sampling = (kern_sampling){.temperature = 0.9f, .top_p = 0.95f, .seed = 3};
+        }
+        slices[0].drafts = DRAFTS;
+        slices[0].drafts_out = out;
+        run(&r, slices, 2);
+        for (uint32_t row = 0; row <= DRAFTS; row++)
+            assert_int_equal(row == DRAFTS ? slices[0].token_out : out[row],
+                             kern_sample(&slices[0].sampling, expected + (size_t)(AT + row) * VOCAB,
+                                         VOCAB, AT + row + 1, sort_space));
+        assert_int_equal(slices[1].token_out, out[0]);
+    }
+    assert_memory_equal(logits, expected + (size_t)AT * VOCAB,
+                        sizeof *logits * VOCAB * (1 + DRAFTS));
+    kern_job_slice again = slice_of(&r, 0, AT + 2, 2, NULL);
+    run(&r, &again, 1);
+    for (uint32_t group = 0; group < r.layout.groups; group++) {
+        pd_seal_item items[2];
+        uint64_t seals[2];
+        for (uint32_t s = 0; s < 2; s++)
+            items[s] = (pd_seal_item){.block = r.blocks[EACH * (s == 0 ? 0 : 2) + 1],
+                                      .head_to = r.layout.kv_heads,
+                                      .place = {.group = group, .valid_tokens = 16}};
+        assert_int_equal(cu_model_seal(r.model, items, 2, seals), PD_OK);
+        assert_true(seals[0] == seals[1]); /* the same tokens, wherever they lie */
+    }
+    rig_end(&r);
+    pd_model_file_close(file);
+    pd_free(expected);
+    pd_free(logits);
+}
+
+static void drafts_are_sampled_row_by_row(void **state)
+{
+    each_model(*state, compare_drafts);
 }
 
 static void a_long_row_is_the_same_beside_a_chunk(void **state)
@@ -822,6 +882,7 @@ int main(void)
         cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
         cmocka_unit_test(a_long_row_is_the_same_beside_a_chunk),
         cmocka_unit_test(rows_of_one_token_come_by_items_in_any_step),
+        cmocka_unit_test(drafts_are_sampled_row_by_row),
         cmocka_unit_test(seals_are_those_of_the_pools_bytes),
         cmocka_unit_test(groups_are_announced_in_order_when_they_are_final),
         cmocka_unit_test(what_is_out_of_range_is_refused),

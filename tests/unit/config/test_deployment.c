@@ -246,6 +246,35 @@ static void long_state_dirs_fall_back_to_tcp(void **state)
     pd_deployment_fini(&d);
 }
 
+static void speculation_is_checked_as_a_whole(void **state)
+{
+    pd_deployment d;
+
+    (void)state;
+    d = good(MODEL "decode: { speculative: { method: lookahead, window: 3, draft_tokens: 4 } }\n");
+    assert_int_equal(d.speculative.method, PD_SPEC_LOOKAHEAD);
+    assert_int_equal(d.speculative.window, 3);
+    assert_true(d.speculative.adaptive);
+    assert_null(d.speculative.draft_model);
+    pd_deployment_fini(&d);
+    bad(MODEL "decode:\n  speculative:\n    method: ngram\n",
+        "f.yaml:4:13: decode.speculative.method: must be one of off, prompt_lookup, draft_model, "
+        "lookahead, not 'ngram'\n");
+    bad(MODEL "decode:\n  speculative:\n    method: draft_model\n",
+        "f.yaml:4:13: decode.speculative.method: draft_model needs decode.speculative.draft_model: "
+        "a GGUF file with the model's vocabulary\n");
+    bad(MODEL "decode:\n  speculative:\n    draft_model: a.gguf\n    num_speculative_tokens: 3\n",
+        "f.yaml:4:18: decode.speculative.draft_model: is for method: draft_model, and the method "
+        "is off\n"
+        "f.yaml:5:5: decode.speculative.num_speculative_tokens: unknown key; it is called "
+        "'decode.speculative.draft_tokens' here\n");
+    bad(MODEL "decode:\n  speculative: { ngram_min: 6 }\n",
+        "f.yaml:3:29: decode.speculative.ngram_min: must not be above ngram_max (5), and is 6\n");
+    bad(MODEL "decode:\n  speculative:\n    method: lookahead\n    window: 8\n",
+        "f.yaml:5:13: decode.speculative.window: must be below draft_tokens (8), which it is a "
+        "part of, and is 8\n");
+}
+
 static void a_dump_reads_back_the_same(void **state)
 {
     (void)state;
@@ -458,6 +487,7 @@ int main(void)
         cmocka_unit_test(set_overrides_the_file),
         cmocka_unit_test(faults_of_set_name_its_number),
         cmocka_unit_test(long_state_dirs_fall_back_to_tcp),
+        cmocka_unit_test(speculation_is_checked_as_a_whole),
         cmocka_unit_test(a_dump_reads_back_the_same),
         cmocka_unit_test(services_have_names),
         cmocka_unit_test(known_bad_files_are_refused),

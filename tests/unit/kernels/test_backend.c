@@ -77,6 +77,21 @@ static rig rig_make(uint32_t slices_max, uint32_t logits_rows_max, bool seals)
     return r;
 }
 
+static rig rig_make_sampling(uint32_t slices_max, uint32_t sampled_rows_max)
+{
+    kern_backend_options options = {.threads = 2,
+                                    .context_max = 128,
+                                    .rows_max = TOKENS,
+                                    .slices_max = slices_max,
+                                    .sampled_rows_max = sampled_rows_max};
+    rig r = rig_make(slices_max, 0, true);
+
+    kern_backend_host.destroy(r.model);
+    assert_int_equal(kern_backend_host.create(file, &options, &r.model), PD_OK);
+    assert_int_equal(kern_backend_host.bind(r.model, &layout, r.pool, true), PD_OK);
+    return r;
+}
+
 static void rig_end(rig *r)
 {
     kern_backend_host.destroy(r->model);
@@ -88,6 +103,17 @@ static pd_status run(const rig *r, kern_job_slice *slices, uint32_t count)
     kern_backend_step step = {.slices = slices, .slices_count = count};
 
     return kern_backend_host.step(r->model, &step);
+}
+
+static pd_seal_item item_of(uint32_t group, uint32_t index, uint32_t head_from, uint32_t head_to)
+{
+    return (pd_seal_item){.block = blocks[index],
+                          .head_from = head_from,
+                          .head_to = head_to,
+                          .place = {.request = 9,
+                                    .group = group,
+                                    .block_index = index,
+                                    .valid_tokens = layout.block_tokens}};
 }
 
 static void a_token_is_sampled_whether_or_not_its_logits_are_asked_for(void **state)
@@ -116,6 +142,105 @@ static void a_token_is_sampled_whether_or_not_its_logits_are_asked_for(void **st
     rig_end(&r);
 }
 
+/* Of a text's last tokens, taken along as drafts: each row before one draws what the text alone,
+ * cut off there, would draw; and so do others' in the same step. */
+static void drafts_are_sampled_as_if_their_rows_came_one_by_one(void **state)
+{
+    enum { BASE = 21, MOST = 7 };
+    rig r = rig_make(2, 0, false), wide = rig_make_sampling(2, 2 + MOST);
+
+    (void)state;
+    for (uint32_t drafts = 0; drafts <= MOST; drafts++) {
+        kern_sampling sampling = {
+            .temperature = (float)(drafts % 3), .top_p = 0.9f, .seed = drafts, .choice = 1};
+        uint32_t out[MOST], count = BASE + 1 + drafts, alone[MOST + 1];
+        kern_job_slice text = {
+            .slice = {.tokens = tokens, .count = BASE, .blocks = blocks, .logits_from = BASE}};
+        kern_job_slice both[2] = {text, text};
+        both[1].slice.blocks = blocks + 8;
+        assert_int_equal(run(&r, &text, 1), PD_OK);
+        assert_int_equal(run(&wide, both, 2), PD_OK);
+        for (uint32_t i = BASE; i < count; i++) {
+            kern_job_slice one = {.slice = {.tokens = tokens + i,
+                                            .count = 1,
+                                            .position = i,
+                                            .blocks = blocks,
+                                            .logits_from = 1},
+                                  .want_token = true,
+                                  .sampling = sampling};
+            assert_int_equal(run(&r, &one, 1), PD_OK);
+            alone[i - BASE] = one.token_out;
+        }
+        kern_job_slice slices[2] = {{.slice = {.tokens = tokens + BASE,
+                                               .count = 1,
+                                               .position = BASE,
+                                               .blocks = blocks,
+                                               .logits_from = 1},
+                                     .want_token = true,
+                                     .sampling = sampling},
+                                    {.slice = {.tokens = tokens + BASE,
+                                               .count = 1 + drafts,
+                                               .position = BASE,
+                                               .blocks = blocks + 8,
+                                               .logits_from = 1 + drafts},
+                                     .want_token = true,
+                                     .drafts = drafts,
+                                     .sampling = sampling,
+                                     .drafts_out = out}};
+        assert_int_equal(run(&wide, slices, 2), PD_OK);
+        assert_int_equal(slices[0].token_out, alone[0]);
+        assert_memory_equal(out, alone, drafts * sizeof *out);
+        assert_int_equal(slices[1].token_out, alone[drafts]);
+    }
+    rig_end(&r);
+    rig_end(&wide);
+}
+
+/* What was guessed wrongly is written again, and its hashes with it: in the middle of a tile, over
+ * the end of a block, and where the next step goes less far. */
+static void drafts_that_were_wrong_leave_no_trace_in_seals(void **state)
+{
+    rig r = rig_make_sampling(1, 16), plain = rig_make(1, 0, true);
+    static const uint32_t lengths[] = {3, 9, 1, 16, 2, 7, 12, 5};
+    uint32_t at = 0, out[16], wrong[16];
+
+    (void)state;
+    for (uint32_t step = 0; at + 16 < TOKENS; step++) {
+        uint32_t count = lengths[step % 8], kept = 1 + step % 3 % count;
+        memcpy(wrong, tokens + at, count * sizeof *wrong);
+        for (uint32_t i = kept; i < count; i++)
+            wrong[i] = (wrong[i] + 1) % TINY_VOCAB;
+        kern_job_slice slice = {.slice = {.tokens = wrong,
+                                          .count = count,
+                                          .position = at,
+                                          .blocks = blocks,
+                                          .logits_from = count},
+                                .want_token = true,
+                                .drafts = count - 1,
+                                .drafts_out = out};
+        assert_int_equal(run(&r, &slice, 1), PD_OK);
+        at += kept;
+    }
+    kern_job_slice whole = {
+        .slice = {.tokens = tokens, .count = at, .blocks = blocks, .logits_from = at}};
+    assert_int_equal(run(&plain, &whole, 1), PD_OK);
+    for (uint32_t group = 0; group < layout.groups; group++)
+        for (uint32_t index = 0; index * layout.block_tokens < at; index++) {
+            pd_seal_item item = item_of(group, index, 0, layout.kv_heads);
+            uint32_t left = at - index * layout.block_tokens;
+            uint64_t seal, expected;
+            if (left < layout.block_tokens)
+                item.place.valid_tokens = left;
+            assert_int_equal(kern_backend_host.seal(r.model, &item, 1, &seal), PD_OK);
+            assert_int_equal(kern_backend_host.seal(plain.model, &item, 1, &expected), PD_OK);
+            assert_true(seal == expected);
+            assert_true(seal == pd_seal_compute(&layout, r.pool, item.block, &item.place, 0,
+                                                layout.kv_heads));
+        }
+    rig_end(&r);
+    rig_end(&plain);
+}
+
 static void what_a_step_was_not_made_for_is_refused(void **state)
 {
     static float logits[3 * TINY_VOCAB];
@@ -134,18 +259,12 @@ static void what_a_step_was_not_made_for_is_refused(void **state)
     assert_int_equal(run(&r, slices, 1), PD_E_TOO_LARGE);
     slices[0].slice.logits_from = 1;
     assert_int_equal(run(&r, slices, 2), PD_OK);
+    uint32_t out[2];
+    slices[0].drafts = 1;
+    slices[0].drafts_out = out;
+    assert_int_equal(run(&r, slices, 1), PD_OK);
+    assert_int_equal(run(&r, slices, 2), PD_E_TOO_LARGE); /* three rows are sampled */
     rig_end(&r);
-}
-
-static pd_seal_item item_of(uint32_t group, uint32_t index, uint32_t head_from, uint32_t head_to)
-{
-    return (pd_seal_item){.block = blocks[index],
-                          .head_from = head_from,
-                          .head_to = head_to,
-                          .place = {.request = 9,
-                                    .group = group,
-                                    .block_index = index,
-                                    .valid_tokens = layout.block_tokens}};
 }
 
 /* One model computes, its pool's bytes go to another's, which learns what matches. */
@@ -431,6 +550,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_token_is_sampled_whether_or_not_its_logits_are_asked_for),
+        cmocka_unit_test(drafts_are_sampled_as_if_their_rows_came_one_by_one),
+        cmocka_unit_test(drafts_that_were_wrong_leave_no_trace_in_seals),
         cmocka_unit_test(what_a_step_was_not_made_for_is_refused),
         cmocka_unit_test(seals_of_many_are_made_and_checked_at_once),
         cmocka_unit_test(creation_survives_every_failed_allocation),

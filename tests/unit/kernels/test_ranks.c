@@ -26,7 +26,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { BLOCKS = 24, RANKS_MAX = 8, ROWS_MAX = 64, SLICES_MAX = 6, PROMPT = 40, ANSWER = 12 };
+enum {
+    BLOCKS = 24,
+    RANKS_MAX = 8,
+    ROWS_MAX = 64,
+    SLICES_MAX = 6,
+    PROMPT = 40,
+    ANSWER = 12,
+    DRAFTS = 3
+};
 
 static pd_model_file *file;
 
@@ -61,6 +69,7 @@ static kern_engine_options options_of(const group *g, uint32_t number)
         .context_max = 512,
         .rows_max = ROWS_MAX,
         .slices_max = SLICES_MAX,
+        .sampled_rows_max = SLICES_MAX + 2 * DRAFTS,
         .logits_rows_max = ROWS_MAX,
         .rank = number,
         .ranks = g->ranks,
@@ -153,8 +162,8 @@ static pd_status run(group *g, kern_job *job)
 
 /* What a conversation leaves behind. */
 typedef struct result {
-    uint32_t tokens[2][ANSWER];
-    float *logits; /* [PROMPT][vocab] of the first sequence */
+    uint32_t tokens[2][ANSWER + 1 + DRAFTS]; /* the last of them of one step, with drafts */
+    float *logits;                           /* [PROMPT][vocab] of the first sequence */
     uint64_t groups;
 } result;
 
@@ -209,6 +218,24 @@ static void converse(group *g, result *r)
         for (int s = 0; s < 2; s++)
             last[s] = slices[s].token_out;
     }
+    kern_job_slice slices[2] = {0};
+    for (int s = 0; s < 2; s++) {
+
+        prompt[s][0] = last[s]; /* the drafts that follow it are of the prompt */
+        slices[s] = (kern_job_slice){.slice = {.tokens = prompt[s],
+                                               .count = 1 + DRAFTS,
+                                               .position = PROMPT + ANSWER,
+                                               .blocks = blocks[s],
+                                               .logits_from = 1 + DRAFTS},
+                                     .want_token = true,
+                                     .drafts = DRAFTS,
+                                     .drafts_out = &r->tokens[s][ANSWER],
+                                     .sampling = {.temperature = (float)s, .seed = 7}};
+    }
+    kern_job job = {.slices = slices, .slices_count = 2};
+    assert_int_equal(run(g, &job), PD_OK);
+    for (int s = 0; s < 2; s++)
+        r->tokens[s][ANSWER + DRAFTS] = slices[s].token_out;
 }
 
 /* Every head's slice of every block is the same, wherever it lies; and so are the seals made of the

@@ -245,7 +245,7 @@ static void step(load *l)
                     l->slices[i].position + l->slices[i].count);
         s->in_step = false;
         l->slices[i].token_out = 1;
-        if (!decode_batch_take(s, &l->slices[i], 100000, &index, &finish))
+        if (decode_batch_take(s, &l->slices[i], 100000, &index, &finish) == 0)
             continue;
         j->answered = index + 1;
         if (j->answered < j->length)

@@ -24,8 +24,18 @@ static uint32_t *slot(const world_worker *worker, uint32_t group, pd_block block
            ((size_t)group * worker->options.layout.blocks + block) * WORLD_BLOCK_TOKENS + at;
 }
 
+static uint32_t repeat_period;
+
+void world_repeat(uint32_t period)
+{
+    repeat_period = period;
+}
+
 uint32_t world_next_token(const uint32_t *tokens, uint32_t count)
 {
+    if (repeat_period != 0 && count > repeat_period &&
+        pd_hash64(tokens, count * sizeof *tokens, 9) % 8 != 0)
+        return tokens[count - repeat_period];
     return 1 + (uint32_t)(pd_hash64(tokens, count * sizeof *tokens, 7) % (WORLD_VOCAB - 1));
 }
 
@@ -247,7 +257,64 @@ static void sink_run(void *ctx, pd_step *step)
     step->started_ns = worker->world->now_ns;
 }
 
+static void sink_draft(void *ctx, pd_step *step)
+{
+    world_worker *worker = ctx;
+
+    assert_null(worker->running);
+    assert_null(worker->drafting);
+    assert_true(step->slices_count > 0);
+    worker->drafting = step;
+    step->started_ns = worker->world->now_ns;
+}
+
 /* ---- steps ---- */
+
+/* The draft model says what the model would, most of the time, by what its own KV tells it of the
+ * text; so it is told of every place that holds something else. */
+static void draft_slice(world *w, world_worker *worker, pd_step_slice *slice)
+{
+    const pd_speculation *how = &worker->options.speculation;
+    uint32_t tokens[WORLD_PROMPT_MAX + WORLD_ANSWER_MAX], end = slice->position + slice->count;
+
+    assert_true(end <= how->draft_context && slice->drafts == 0);
+    for (uint32_t position = 0; position < end; position++) {
+        pd_block block = slice->blocks[position / how->draft_block_tokens];
+        assert_true(block < how->draft_blocks);
+        uint32_t *at =
+            &worker
+                 ->draft_pool[block * how->draft_block_tokens + position % how->draft_block_tokens];
+        if (position >= slice->position)
+            *at = slice->tokens[position - slice->position] + 1;
+        assert_int_not_equal(*at, 0);
+        tokens[position] = *at - 1;
+    }
+    slice->token_out = world_next_token(tokens, end);
+    if (slice->want_token && w->draft_wrong != 0 && world_random(w, w->draft_wrong) == 0)
+        slice->token_out = (slice->token_out + 1) % WORLD_VOCAB;
+}
+
+bool world_end_draft(world *w)
+{
+    world_worker *worker = &w->decode;
+    pd_step *step = worker->drafting;
+
+    if (step == NULL)
+        return false;
+    uint32_t rows = 0;
+    for (uint32_t i = 0; i < step->slices_count; i++) {
+        rows += step->slices[i].count;
+        draft_slice(w, worker, &step->slices[i]);
+    }
+    assert_true(rows <= worker->options.speculation.draft_rows);
+    step->status = w->fail_next_draft ? PD_E_INTERNAL : PD_OK;
+    w->fail_next_draft = false;
+    w->now_ns += PD_NS_PER_MS / 8;
+    step->finished_ns = w->now_ns;
+    worker->drafting = NULL;
+    worker->ops->on_draft_done(worker->core, step, w->now_ns);
+    return true;
+}
 
 /* Reads what the slice looks back on, from each group; all must say the same. */
 static void read_back(const world_worker *worker, const pd_step_slice *slice, uint32_t *tokens)
@@ -282,12 +349,15 @@ static void end_step(world *w, world_worker *worker)
         uint32_t tokens[WORLD_PROMPT_MAX + WORLD_ANSWER_MAX];
         read_back(worker, slice, tokens);
         memcpy(tokens + slice->position, slice->tokens, slice->count * sizeof *tokens);
+        uint32_t end = slice->position + slice->count;
+        for (uint32_t draft = 0; draft < slice->drafts; draft++)
+            slice->drafts_out[draft] = world_next_token(tokens, end - slice->drafts + draft);
         if (slice->want_token)
-            slice->token_out = world_next_token(tokens, slice->position + slice->count);
+            slice->token_out = world_next_token(tokens, end);
     }
     w->now_ns += PD_NS_PER_MS;
     step->finished_ns = w->now_ns;
-    worker->running = NULL;
+    worker->running = worker->drafting = NULL;
     worker->ops->on_step_done(worker->core, step, w->now_ns);
 }
 
@@ -424,6 +494,7 @@ static void make_worker(world *w, world_worker *worker, const pd_role_ops *ops, 
     pd_role_sink sink = {.ctx = worker,
                          .send = world_sink_send,
                          .run = sink_run,
+                         .draft = sink_draft,
                          .connect = sink_connect,
                          .close = sink_close,
                          .notify = sink_notify,
@@ -445,6 +516,8 @@ static void make_worker(world *w, world_worker *worker, const pd_role_ops *ops, 
             .seals = setup->seals,
             .lost_after_ns = PD_NS_PER_S,
         };
+        if (ops->role == PD_ROLE_DECODE)
+            worker->options.speculation = setup->speculation;
         worker->options.layout = (pd_kv_layout){.layers = 3,
                                                 .kv_heads = 1,
                                                 .ranks = 1,
@@ -466,6 +539,10 @@ static void make_worker(world *w, world_worker *worker, const pd_role_ops *ops, 
     worker->pool = pd_calloc((size_t)WORLD_GROUPS * worker->options.layout.blocks,
                              WORLD_BLOCK_TOKENS * sizeof(uint32_t));
     assert_non_null(worker->pool);
+    pd_free(worker->draft_pool);
+    worker->draft_pool = pd_calloc((size_t)worker->options.speculation.draft_blocks + 1,
+                                   WORLD_BLOCK_TOKENS * sizeof(uint32_t));
+    assert_non_null(worker->draft_pool);
     assert_int_equal(ops->create(&worker->options, &sink, &worker->core), PD_OK);
     world_welcome(w, worker);
 }
@@ -503,6 +580,8 @@ void world_destroy(world *w)
     w->decode.ops->destroy(w->decode.core);
     pd_free(w->prefill.pool);
     pd_free(w->decode.pool);
+    pd_free(w->prefill.draft_pool);
+    pd_free(w->decode.draft_pool);
     pd_free(w->wire);
     pd_free(w->requests);
     pd_free(w->letters);
@@ -518,7 +597,7 @@ bool world_turn(world *w)
         bool done = false;
         switch ((first + i) % KINDS) {
         case 0: done = world_step_group(w, &w->prefill); break;
-        case 1: done = world_end_step(w, &w->decode); break;
+        case 1: done = world_end_step(w, &w->decode) || world_end_draft(w); break;
         case 2: done = world_deliver(w); break;
         case 3: done = world_read_letter(w); break;
         case 4: done = world_end_check(w, &w->decode); break;

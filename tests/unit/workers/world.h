@@ -108,6 +108,8 @@ typedef struct world_worker {
     pd_role_core *core;
     pd_role_options options;
     pd_step *running;
+    pd_step *drafting;     /* a step of the draft model */
+    uint32_t *draft_pool;  /* [draft_blocks][block_tokens] token + 1; NULL: no draft model */
     uint32_t groups_done;  /* of the running step */
     world_check checks[4]; /* in order */
     uint32_t checks_count;
@@ -139,6 +141,8 @@ typedef struct world {
     uint64_t incarnation_next;
     bool router_silent;
     bool fail_next_step;     /* the next one to end fails before its first group */
+    bool fail_next_draft;    /* likewise of the draft model */
+    uint32_t draft_wrong;    /* of so many of its tokens one is not the model's; 0: none */
     uint32_t corrupt_notice; /* the n-th notice from now has a wrong seal; 0: none */
     bool corrupt_again;      /* and those of all that is shipped again */
     world_damage damage;     /* of a block in damage_ship shipments */
@@ -162,6 +166,7 @@ typedef struct world_setup {
     uint32_t ships_max;   /* shipments under way at a time; 0: 64 */
     uint32_t token_bytes; /* of a layer group, as the cost model sees it; 0: 4 */
     bool seals, no_cache;
+    pd_speculation speculation; /* of the decode worker */
     bool resume; /* a failed attempt is followed by another one, from prompt and answer so far */
 } world_setup;
 
@@ -180,6 +185,7 @@ void world_cancel(world *w, world_request *r);
 bool world_turn(world *w);
 bool world_step_group(world *w, world_worker *worker); /* one more, or the step's end */
 bool world_end_step(world *w, world_worker *worker);
+bool world_end_draft(world *w); /* the decode worker's draft model ends its step */
 bool world_end_check(world *w, world_worker *worker);
 bool world_deliver(world *w);
 bool world_read_letter(world *w); /* the router takes its next message */
@@ -199,6 +205,8 @@ void world_put(world_worker *worker, uint32_t group, pd_block block, const uint3
 uint64_t world_seal(const world_worker *worker, const pd_request_key *key, uint32_t group,
                     uint32_t index, pd_block block, uint32_t valid);
 
+/* Most tokens repeat the one so many places before; 0: none does. Of all worlds. */
+void world_repeat(uint32_t period);
 /* The right token after these. */
 uint32_t world_next_token(const uint32_t *tokens, uint32_t count);
 /* Asserts that the request's answer so far is right. */
