@@ -137,7 +137,7 @@ def test_nccl_between_hosts_memories_is_refused_at_once():
         status, _, err = folder.kvferry("up", "-f", folder.file, "--detach")
         assert status == 1
         assert time.monotonic() - started < 20 * cl.SLOW
-        assert "the KV pool lies in host memory, and nccl carries GPUs' memory only" in err, err
+        assert "transfer.backend: nccl carries KV between GPUs alone, and prefill.device: cpu keeps it in the host's memory" in err, err
         folder.assert_no_process()
     finally:
         folder.remove()
