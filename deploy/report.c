@@ -122,14 +122,10 @@ static void print_ranks(const report *r, const state_service *service)
 }
 
 /* "decode-0: GPU 0000:1b:00.0, NUMA node 0, NIC mlx5_0 (eth2) behind one bridge, CPUs 0-31" */
-static void print_placement(const report *r, const state_service *service)
+static void print_placement(const char *name, const pd_json *placement)
 {
-    const pd_json *worker = worker_of(r, service->name);
-    const pd_json *placement = worker != NULL ? pd_json_get(worker, "placement") : NULL;
     char gpu[32], node[24], nic[72], distance[32], cpus[96];
 
-    if (placement == NULL)
-        return;
     write_member(placement, "gpu", gpu, sizeof gpu);
     write_member(placement, "numa_node", node, sizeof node);
     write_member(placement, "nic", nic, sizeof nic);
@@ -137,11 +133,28 @@ static void print_placement(const report *r, const state_service *service)
     write_member(placement, "cpus", cpus, sizeof cpus);
     const pd_json *bound = pd_json_get(placement, "bound");
     bool has_nic = strcmp(nic, "-") != 0;
-    printf("%s: %s%s, NUMA node %s, NIC %s%s%s, CPUs %s%s\n", service->name,
+    printf("%s: %s%s, NUMA node %s, NIC %s%s%s, CPUs %s%s\n", name,
            strcmp(gpu, "-") == 0 ? "host's cores" : "GPU ", strcmp(gpu, "-") == 0 ? "" : gpu,
            strcmp(node, "-") == 0 ? "unknown" : node, has_nic ? nic : "unknown", has_nic ? " " : "",
            has_nic ? distance : "", strcmp(cpus, "-") == 0 ? "unknown" : cpus,
            bound != NULL && pd_json_bool(bound) ? "" : " (not bound)");
+}
+
+/* A line each; ranks 1 .. as "decode-0/1", which is their name in logs. */
+static void print_placements(const report *r, const state_service *service)
+{
+    const pd_json *worker = worker_of(r, service->name);
+    const pd_json *own = worker != NULL ? pd_json_get(worker, "placement") : NULL;
+    const pd_json *others = worker != NULL ? pd_json_get(worker, "rank_placements") : NULL;
+    size_t count = others != NULL ? pd_json_count(others) : 0;
+
+    if (own != NULL)
+        print_placement(service->name, own);
+    for (size_t i = 0; i < count; i++) {
+        char name[sizeof service->name + 24];
+        snprintf(name, sizeof name, "%s/%zu", service->name, i + 1);
+        print_placement(name, pd_json_at(others, i));
+    }
 }
 
 static void print_table(const report *r)
@@ -158,7 +171,7 @@ static void print_table(const report *r)
     for (uint32_t i = 0; i < r->s.services_count; i++)
         print_ranks(r, &r->s.services[i]);
     for (uint32_t i = 0; i < r->s.services_count; i++)
-        print_placement(r, &r->s.services[i]);
+        print_placements(r, &r->s.services[i]);
     for (uint32_t i = 0; i < r->s.services_count; i++) {
         if (r->s.services[i].last_error[0] != '\0')
             printf("%s: its last run %s\n", r->s.services[i].name, r->s.services[i].last_error);

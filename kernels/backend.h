@@ -31,7 +31,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERN_BACKEND_ABI 2
+#define KERN_BACKEND_ABI 3
 /* The one symbol that a plugin shows, declared below. */
 #define KERN_BACKEND_SYMBOL "kern_backend_plugin"
 

@@ -23,10 +23,11 @@
 /* A look that took longer than this was no wait: rank 0 stood still itself. */
 #define LOOK_NS_MAX (4 * (uint64_t)LOOK_NS)
 
-/* Where a rank is: the generation that its latest barrier makes. In a line of its own. */
+/* Where a rank is: the generation that its latest barrier makes, and the latest exchange that is
+ * none. In a line of its own. */
 typedef struct rank_at {
-    atomic_uint generation;
-    char apart[KERN_COMM_ALIGNMENT - sizeof(atomic_uint)];
+    atomic_uint generation, exchange;
+    char apart[KERN_COMM_ALIGNMENT - 2 * sizeof(atomic_uint)];
 } rank_at;
 
 /* The first bytes of the memory; each word that all write to in a cache line of its own. */
@@ -45,7 +46,10 @@ struct kern_comm {
     unsigned char *memory;
     uint64_t bytes, used;
     shared *shared;
-    uint64_t still_ns, begun_cpu_ns;
+    uint64_t still_ns, begun_cpu_ns, begun_ns;
+    /* rank 0 in an exchange that is no barrier: since it came there */
+    unsigned exchange;
+    uint64_t came_ns, looked_ns, waited_ns;
     bool in_steps;           /* before the first one ranks load, each at its pace */
     atomic_bool stood_still; /* why is written */
     char why[128];
@@ -132,8 +136,11 @@ static uint64_t cpu_ns(void)
 void kern_comm_begin(kern_comm *comm)
 {
     comm->in_steps = true;
-    if (comm->still_ns > 0)
-        comm->begun_cpu_ns = cpu_ns();
+    if (comm->still_ns == 0)
+        return;
+    comm->begun_cpu_ns = cpu_ns();
+    comm->begun_ns = comm->came_ns = comm->looked_ns = pd_clock_now_ns();
+    comm->waited_ns = 0;
 }
 
 const char *kern_comm_why(const kern_comm *comm)
@@ -141,15 +148,26 @@ const char *kern_comm_why(const kern_comm *comm)
     return atomic_load(&comm->stood_still) ? comm->why : NULL;
 }
 
-/* Kills those that have not come to the barrier which ends that generation. */
-static void kill_the_still(kern_comm *comm, unsigned generation, uint64_t waited_ns)
+/* Whether a rank has not come to the barrier which ends that generation; nobody, when all have. */
+static bool misses_barrier(const kern_comm *comm, uint32_t rank, unsigned generation)
 {
-    shared *s = comm->shared;
+    return atomic_load(&comm->shared->at[rank].generation) != generation + 1 &&
+           atomic_load(&comm->shared->generation) == generation;
+}
 
+static bool misses_exchange(const kern_comm *comm, uint32_t rank, unsigned exchange)
+{
+    return (int)(atomic_load(&comm->shared->at[rank].exchange) - exchange) < 0;
+}
+
+/* Kills those that miss it. */
+static void kill_the_still(kern_comm *comm,
+                           bool (*misses)(const kern_comm *comm, uint32_t rank, unsigned what),
+                           unsigned what, uint64_t waited_ns)
+{
     for (uint32_t rank = 1; rank < comm->ranks; rank++) {
-        if (atomic_load(&s->at[rank].generation) == generation + 1 ||
-            atomic_load(&s->generation) != generation)
-            continue; /* here, or all are */
+        if (!misses(comm, rank, what))
+            continue;
         if (!atomic_load(&comm->stood_still)) {
             snprintf(comm->why, sizeof comm->why,
                      "tensor-parallel rank %u stood still in a step: waited for it for %.1f s",
@@ -176,7 +194,33 @@ static void judge_ranks(kern_comm *comm, unsigned generation, uint64_t look_ns, 
         return;
     uint64_t own_ns = cpu_ns() - comm->begun_cpu_ns;
     if (*waited_ns >= comm->still_ns + KERN_STILL_TIMES * own_ns)
-        kill_the_still(comm, generation, *waited_ns);
+        kill_the_still(comm, misses_barrier, generation, *waited_ns);
+}
+
+static void judge_exchange(kern_comm *comm)
+{
+    uint64_t now_ns = pd_clock_now_ns(), look_ns = now_ns - comm->looked_ns;
+
+    comm->looked_ns = now_ns;
+    comm->waited_ns += look_ns < LOOK_NS_MAX ? look_ns : (uint64_t)LOOK_NS;
+    if (comm->waited_ns >= comm->still_ns + (comm->came_ns - comm->begun_ns))
+        kill_the_still(comm, misses_exchange, comm->exchange, comm->waited_ns);
+}
+
+bool kern_comm_come(kern_comm *comm, uint32_t exchange)
+{
+    bool all = true;
+
+    atomic_store_explicit(&comm->shared->at[comm->rank].exchange, exchange, memory_order_release);
+    for (uint32_t rank = 0; rank < comm->ranks; rank++)
+        all = all && !misses_exchange(comm, rank, exchange);
+    if (comm->exchange != exchange || all) { /* whoever is late from here on is so anew */
+        comm->exchange = exchange;
+        comm->waited_ns = 0;
+        comm->came_ns = comm->looked_ns = comm->still_ns > 0 ? pd_clock_now_ns() : 0;
+    } else if (comm->watched > 0 && comm->still_ns > 0 && comm->in_steps)
+        judge_exchange(comm);
+    return all;
 }
 
 static bool is_one_gone(kern_comm *comm)
@@ -265,4 +309,5 @@ bool kern_comm_barrier(kern_comm *comm)
 const kern_comm_calls kern_comm_calls_here = {.take = kern_comm_take,
                                               .barrier = kern_comm_barrier,
                                               .end = kern_comm_end,
-                                              .ended = kern_comm_ended};
+                                              .ended = kern_comm_ended,
+                                              .come = kern_comm_come};

@@ -14,7 +14,11 @@
  * Too long is still_ns and STILL_TIMES times what this step has cost rank 0 itself so far, in CPU
  * time: all ranks have the same share of it, so that a long step is waited for long. Only time in
  * which rank 0 was awake counts: when all are stopped and go on, whatever the pause, nobody is
- * late. */
+ * late.
+ *
+ * Ranks whose devices exchange by themselves (kernels/cuda/comm) wait for each other there, where
+ * no barrier sees it. These say how far each has come, and rank 0 judges by that
+ * (kern_comm_come). */
 
 #include "common/base/status.h"
 
@@ -61,6 +65,12 @@ const char *kern_comm_why(const kern_comm *comm);
 /* True: all ranks were here, whatever one of them has done since. False, from then on: a rank is
  * gone, or kern_comm_end was called, before that. */
 bool kern_comm_barrier(kern_comm *comm);
+/* Of exchanges that are no barriers, which all ranks number alike, ever higher: this rank has come
+ * to that one, and may have to wait in it. True: all have. Said again and again meanwhile: so
+ * rank 0 knows how long it has waited there. Who has not come in still_ns, and as much time again
+ * as rank 0 itself took from the step's begin to there, is killed as at a barrier. On the thread of
+ * the barriers. */
+bool kern_comm_come(kern_comm *comm, uint32_t exchange);
 /* No barrier succeeds any more, at any rank: those that wait return. Any thread. */
 void kern_comm_end(kern_comm *comm);
 /* True: no barrier succeeds any more. Looks, does not wait; on the thread of the barriers. */
@@ -73,5 +83,6 @@ typedef struct kern_comm_calls {
     bool (*barrier)(kern_comm *comm);
     void (*end)(kern_comm *comm);
     bool (*ended)(kern_comm *comm);
+    bool (*come)(kern_comm *comm, uint32_t exchange);
 } kern_comm_calls;
 extern const kern_comm_calls kern_comm_calls_here;

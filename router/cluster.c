@@ -36,6 +36,7 @@ pd_status router_cluster_create(const router_core_config *config, uint64_t route
 static void free_worker(router_worker *worker)
 {
     pd_free(worker->address);
+    pd_free(worker->rank_placements);
     pd_free(worker->links);
     pd_free(worker->owed);
     *worker = (router_worker){0};
@@ -185,18 +186,26 @@ static pd_status fill(router_worker *worker, const char *from, const pd_msg_hell
                       uint64_t now_ns)
 {
     size_t len = hello->transfer_address_len;
+    uint32_t ranks = hello->rank_placements == NULL ? 0 : hello->rank_pids_count;
     worker->address = pd_malloc(len == 0 ? 1 : len);
+    if (ranks > 0)
+        worker->rank_placements = pd_calloc(ranks, sizeof *worker->rank_placements);
     if (hello->role == PD_ROLE_PREFILL)
         worker->links = pd_calloc(ROUTER_WORKERS_MAX, sizeof *worker->links);
-    if (worker->address == NULL || (hello->role == PD_ROLE_PREFILL && worker->links == NULL)) {
+    if (worker->address == NULL || (ranks > 0 && worker->rank_placements == NULL) ||
+        (hello->role == PD_ROLE_PREFILL && worker->links == NULL)) {
         free_worker(worker);
         return PD_E_NOMEM;
     }
     if (len > 0)
         memcpy(worker->address, hello->transfer_address, len);
+    if (ranks > 0)
+        memcpy(worker->rank_placements, hello->rank_placements,
+               ranks * sizeof *worker->rank_placements);
     snprintf(worker->identity, sizeof worker->identity, "%s", from);
     worker->hello = *hello;
     worker->hello.transfer_address = worker->address;
+    worker->hello.rank_placements = worker->rank_placements;
     worker->heard_ns = now_ns;
     worker->used = true;
     return PD_OK;

@@ -25,8 +25,10 @@ typedef struct router_link {
 typedef struct router_worker {
     bool used;
     char identity[ROUTER_IDENTITY_BYTES];
-    pd_msg_hello hello; /* transfer_address points to address below */
+    pd_msg_hello hello; /* transfer_address and rank_placements point to what is below */
     unsigned char *address;
+    /* [rank_pids_count]; NULL: not told */
+    pd_msg_placement *rank_placements;
     uint64_t heard_ns;  /* any message */
     uint64_t report_ns; /* last heartbeat; 0 none yet */
     uint64_t dead_ns;   /* its process has ended: given up then; 0: not that this router knows */

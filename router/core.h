@@ -158,6 +158,7 @@ typedef struct router_worker_view {
     const int64_t *rank_pids; /* [rank_pids_count], of tensor-parallel ranks 1 .. */
     uint32_t rank_pids_count;
     const pd_msg_placement *placement;
+    const pd_msg_placement *rank_placements; /* [rank_pids_count]; NULL: not told */
     pd_ledger ledger;
     float queue_ms;
     uint32_t running, waiting, inflight; /* inflight: of this router */

@@ -50,7 +50,7 @@ static void write_placement(pd_buf *out, const pd_msg_placement *placement)
                  {"nic_distance", placement->nic_distance},
                  {"cpus", placement->cpus}};
 
-    pd_buf_puts(out, ",\"placement\":{");
+    pd_buf_puts(out, "{");
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         pd_buf_printf(out, "\"%s\":", texts[i].name);
         if (texts[i].text[0] == '\0')
@@ -81,7 +81,14 @@ static void write_worker(void *ctx, const router_worker_view *view)
     for (uint32_t i = 0; i < view->rank_pids_count; i++)
         pd_buf_printf(out, "%s%" PRId64, i > 0 ? "," : "", view->rank_pids[i]);
     pd_buf_puts(out, "]");
+    pd_buf_puts(out, ",\"placement\":");
     write_placement(out, view->placement);
+    pd_buf_puts(out, ",\"rank_placements\":[");
+    for (uint32_t i = 0; view->rank_placements != NULL && i < view->rank_pids_count; i++) {
+        pd_buf_puts(out, i > 0 ? "," : "");
+        write_placement(out, &view->rank_placements[i]);
+    }
+    pd_buf_puts(out, "]");
     pd_buf_puts(out, ",\"transfer\":");
     write_text(out, view->transfer);
     pd_buf_puts(out, ",\"lanes\":");

@@ -155,16 +155,33 @@ static char *text(const char *bytes)
     return (char *)(uintptr_t)bytes; /* protobuf-c's structs are not const; packing only reads */
 }
 
-static Kvw__Placement *pack_placement(packing *pack, const pd_msg_placement *in)
+static Kvw__Placement *pack_placement(Kvw__Placement *out, const pd_msg_placement *in)
 {
-    kvw__placement__init(&pack->placement);
-    pack->placement.bus = text(in->bus);
-    pack->placement.numa_node = in->numa_node;
-    pack->placement.nic = text(in->nic);
-    pack->placement.nic_distance = text(in->nic_distance);
-    pack->placement.cpus = text(in->cpus);
-    pack->placement.bound = in->bound;
-    return &pack->placement;
+    kvw__placement__init(out);
+    out->bus = text(in->bus);
+    out->numa_node = in->numa_node;
+    out->nic = text(in->nic);
+    out->nic_distance = text(in->nic_distance);
+    out->cpus = text(in->cpus);
+    out->bound = in->bound;
+    return out;
+}
+
+static pd_status pack_rank_placements(packing *pack, const pd_msg_hello *in, Kvw__Hello *out)
+{
+    size_t count = in->rank_placements == NULL ? 0 : in->rank_pids_count;
+
+    if (count == 0)
+        return PD_OK;
+    pack->scratch = pd_calloc(count, sizeof(Kvw__Placement) + sizeof(Kvw__Placement *));
+    if (pack->scratch == NULL)
+        return PD_E_NOMEM;
+    Kvw__Placement *items = pack->scratch;
+    out->rank_placements = (Kvw__Placement **)(items + count);
+    out->n_rank_placements = count;
+    for (size_t i = 0; i < count; i++)
+        out->rank_placements[i] = pack_placement(&items[i], &in->rank_placements[i]);
+    return PD_OK;
 }
 
 static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
@@ -197,10 +214,10 @@ static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
     pd_assert(in->rank_pids_count <= PD_MSG_RANKS_MAX);
     out->n_rank_pids = in->rank_pids_count;
     out->rank_pids = (int64_t *)in->rank_pids; /* packing reads it */
-    out->placement = pack_placement(pack, &in->placement);
+    out->placement = pack_placement(&pack->placement, &in->placement);
     pack->envelope.body_case = KVW__ENVELOPE__BODY_HELLO;
     pack->envelope.hello = out;
-    return PD_OK;
+    return pack_rank_placements(pack, in, out);
 }
 
 static Kvw__Ledger *pack_ledger(packing *pack, const pd_ledger *in)

@@ -103,6 +103,7 @@ typedef struct pd_msg_hello {
     int64_t rank_pids[PD_MSG_RANKS_MAX]; /* of tensor-parallel ranks 1 .. */
     uint32_t rank_pids_count;
     pd_msg_placement placement;
+    const pd_msg_placement *rank_placements; /* [rank_pids_count]; NULL: not told */
     /* Counts how often this incarnation began anew with this router. What it had of an earlier
      * session is dropped: the router ends or retries that at once. */
     uint32_t session;

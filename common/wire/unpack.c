@@ -136,6 +136,26 @@ static void take_placement(unpacking *un, const Kvw__Placement *in, pd_msg_place
     out->bound = in->bound;
 }
 
+/* Behind the pids, which they go with. */
+static void take_rank_placements(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
+{
+    if (in->n_rank_placements == 0)
+        return;
+    if (in->n_rank_placements != out->rank_pids_count) {
+        refuse(un, "rank_placements and rank_pids differ in number");
+        return;
+    }
+    pd_msg_placement *all = pd_arena_alloc(un->arena, out->rank_pids_count * sizeof *all);
+    if (all == NULL) {
+        un->status = PD_E_NOMEM;
+        return;
+    }
+    memset(all, 0, out->rank_pids_count * sizeof *all);
+    for (uint32_t i = 0; i < out->rank_pids_count; i++)
+        take_placement(un, in->rank_placements[i], &all[i]);
+    out->rank_placements = all;
+}
+
 static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
 {
     out->wire_version = in->wire_version;
@@ -176,6 +196,7 @@ static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
     out->rank_pids_count = (uint32_t)in->n_rank_pids;
     for (uint32_t i = 0; i < out->rank_pids_count; i++)
         out->rank_pids[i] = in->rank_pids[i];
+    take_rank_placements(un, in, out);
 }
 
 static void take_ledger(unpacking *un, const Kvw__Ledger *in, pd_ledger *out)

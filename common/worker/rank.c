@@ -31,7 +31,8 @@ int pd_worker_rank_run(const pd_worker_options *options, const pd_rank_start *st
     }
     snprintf(name, sizeof name, "%s/%u", options->name, start->rank);
     pd_log_init(name, setup.deployment.log_level);
-    if (pd_worker_setup_open_rank(&setup, start) == PD_OK && pd_rank_say_ready() == PD_OK) {
+    if (pd_worker_setup_open_rank(&setup, start) == PD_OK &&
+        pd_rank_say_ready(&setup.placement) == PD_OK) {
         options->engine->serve(setup.engine);
         exit_status = options->engine->broken(setup.engine) == NULL ? 0 : 1;
     }

@@ -38,7 +38,8 @@ typedef struct header {
 typedef struct rank_process {
     pid_t pid; /* 0: not started, or waited for */
     int pidfd, line;
-    bool ready;
+    uint32_t said; /* bytes of its place; all: it is ready */
+    pd_placement placement;
 } rank_process;
 
 struct pd_ranks {
@@ -270,6 +271,21 @@ int64_t pd_ranks_pid(const pd_ranks *r, uint32_t rank)
     return r->process[rank].pid;
 }
 
+static bool is_ready(const rank_process *process)
+{
+    return process->said == sizeof process->placement;
+}
+
+/* The same executable wrote it, so it is a placement as this process has it. */
+static void listen_to(rank_process *process)
+{
+    ssize_t n = read(process->line, (char *)&process->placement + process->said,
+                     sizeof process->placement - process->said);
+
+    if (n > 0)
+        process->said += (uint32_t)n;
+}
+
 bool pd_ranks_ended(pd_ranks *r)
 {
     for (uint32_t rank = 1; rank < r->memory.ranks; rank++) {
@@ -294,13 +310,18 @@ bool pd_ranks_ended(pd_ranks *r)
     return false;
 }
 
+const pd_placement *pd_ranks_placement(const pd_ranks *r, uint32_t rank)
+{
+    pd_assert(rank > 0 && rank < r->memory.ranks && is_ready(&r->process[rank]));
+    return &r->process[rank].placement;
+}
+
 pd_status pd_ranks_wait(pd_ranks *r)
 {
     for (uint32_t rank = 1; rank < r->memory.ranks; rank++) {
         rank_process *process = &r->process[rank];
         struct pollfd fds[PD_RANKS_MAX + 1] = {{.fd = process->line, .events = POLLIN}};
-        while (!process->ready) {
-            char word;
+        while (!is_ready(process)) {
             for (uint32_t i = 1; i < r->memory.ranks; i++)
                 fds[i] = (struct pollfd){.fd = r->process[i].pidfd, .events = POLLIN};
             if (poll(fds, r->memory.ranks, -1) < 0 && errno != EINTR) {
@@ -310,7 +331,7 @@ pd_status pd_ranks_wait(pd_ranks *r)
             if (pd_ranks_ended(r))
                 return PD_E_IO;
             if ((fds[0].revents & POLLIN) != 0)
-                process->ready = read(process->line, &word, 1) == 1;
+                listen_to(process);
         }
     }
     return PD_OK;
@@ -395,9 +416,10 @@ pd_status pd_rank_attach(const pd_rank_start *start, const pd_ranks_memory *memo
     return PD_OK;
 }
 
-pd_status pd_rank_say_ready(void)
+pd_status pd_rank_say_ready(const pd_placement *placement)
 {
-    if (write(LINE_FD, "r", 1) == 1)
+    /* a new socket has room for so little */
+    if (write(LINE_FD, placement, sizeof *placement) == (ssize_t)sizeof *placement)
         return PD_OK;
     pd_log_error("msg=\"a rank cannot say that it is ready: %m\"");
     return PD_E_IO;

@@ -5,13 +5,14 @@
  * Rank 0 is the worker: it has the links, the pool's leases and the router. Ranks 1 .. are further
  * processes of the same executable that compute and nothing else. All map one memory file (memfd):
  * the engine's shared memory and, unless it is the engine's own, the KV pool. Each of them has a
- * line (a socket) to rank 0, on which it says that it is ready; it ends when the line does, and the
- * kernel kills it when rank 0 dies. Signals are blocked in them as in rank 0's other threads: rank
- * 0 says when they end.
+ * line (a socket) to rank 0, on which it says that it is ready, and where it is; it ends when the
+ * line does, and the kernel kills it when rank 0 dies. Signals are blocked in them as in rank 0's
+ * other threads: rank 0 says when they end.
  *
  * One thread. */
 
 #include "common/base/status.h"
+#include "common/worker/placement.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -55,6 +56,8 @@ int64_t pd_ranks_pid(const pd_ranks *ranks, uint32_t rank);
 
 /* Waits until all are ready. PD_E_IO: one has ended (logged). */
 PD_CHECKED pd_status pd_ranks_wait(pd_ranks *ranks);
+/* Where rank r, 1 .. count - 1, runs: as it said when it was ready (pd_ranks_wait was PD_OK). */
+const pd_placement *pd_ranks_placement(const pd_ranks *ranks, uint32_t rank);
 /* False: all run. True: one has ended, which is logged: its rank, pid, and signal or status. */
 bool pd_ranks_ended(pd_ranks *ranks);
 
@@ -74,4 +77,5 @@ PD_CHECKED pd_status pd_rank_bind_life(const pd_rank_start *start);
  * PD_E_MISMATCH, PD_E_NOMEM. */
 PD_CHECKED pd_status pd_rank_attach(const pd_rank_start *start, const pd_ranks_memory *memory,
                                     pd_rank_place *place_out, void **pool_out);
-PD_CHECKED pd_status pd_rank_say_ready(void);
+/* placement: where it runs. PD_E_IO (logged). */
+PD_CHECKED pd_status pd_rank_say_ready(const pd_placement *placement);

@@ -194,6 +194,7 @@ static pd_status act_verify(void *ctx, const pd_check *check)
 
 static void tell_placement(const pd_placement *from, pd_msg_placement *to)
 {
+    *to = (pd_msg_placement){0};
     snprintf(to->bus, sizeof to->bus, "%s", from->bus);
     to->numa_node = from->numa_node;
     if (from->rdma[0] != '\0' || from->net[0] != '\0') {
@@ -210,6 +211,7 @@ static void say_hello(worker *w)
     const pd_worker_setup *s = &w->setup;
     pd_message message = {.kind = PD_MSG_HELLO};
     pd_msg_hello *hello = &message.hello;
+    pd_msg_placement others[PD_RANKS_MAX]; /* ranks 1 .. */
 
     hello->wire_version = PD_WIRE_VERSION;
     snprintf(hello->name, sizeof hello->name, "%s", s->options->name);
@@ -231,8 +233,11 @@ static void say_hello(worker *w)
     hello->transfer_address = w->address;
     hello->transfer_address_len = w->address_len;
     hello->pid = getpid();
-    for (uint32_t rank = 1; s->ranks != NULL && rank < pd_ranks_count(s->ranks); rank++)
+    for (uint32_t rank = 1; s->ranks != NULL && rank < pd_ranks_count(s->ranks); rank++) {
+        tell_placement(pd_ranks_placement(s->ranks, rank), &others[hello->rank_pids_count]);
         hello->rank_pids[hello->rank_pids_count++] = pd_ranks_pid(s->ranks, rank);
+    }
+    hello->rank_placements = others;
     tell_placement(&s->placement, &hello->placement);
     hello->host = w->host;
     hello->started = w->started;

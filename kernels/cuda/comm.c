@@ -15,6 +15,10 @@
 /* Both are a matter of a second at most, but for drivers that wake up. */
 #define WAIT_MS 60000
 #define LOOK_US 20
+/* A look at a stream that came later than this was no wait: this rank stood still itself. */
+#define LOOK_NS_MAX (100 * PD_NS_PER_MS)
+/* Gathers on the stream that are told apart: two a layer, and models have up to 128 layers. */
+#define MARKS 256
 
 enum { UNBROKEN, BREAKING, BROKEN };
 
@@ -24,12 +28,24 @@ typedef struct common {
     unsigned char nccl_id[CU_NCCL_ID_BYTES];
     atomic_uint agreed;   /* ranks that can go on with NCCL, in this round and those before */
     atomic_uint given_up; /* a rank makes no communicator, so that none of them will */
+    atomic_uint begun[KERN_RANKS_MAX]; /* gathers by NCCL, as each rank queues them */
 } common;
+
+/* Reached when the stream comes to a gather. */
+typedef struct mark {
+    gpu_event *event;
+    uint32_t gather;
+} mark;
 
 struct cu_comm {
     cu_comm_options options;
     cu_nccl *nccl; /* NULL: through shared memory */
     uint32_t area; /* the next one */
+    /* by NCCL: gathers are counted from 1; a ring of those that the stream has not come to */
+    mark marks[MARKS];
+    uint32_t marks_first, marks_count;
+    uint32_t begun, reached;         /* by this thread; by the stream */
+    uint64_t looked_ns, together_ns; /* together: all have come, and nothing moves */
     /* shared */
     common *common;
     cu_comm_piece *pieces; /* [ranks] */
@@ -71,6 +87,9 @@ void cu_comm_destroy(cu_comm *comm)
     if (comm == NULL)
         return;
     cu_nccl_destroy(comm->nccl);
+    for (uint32_t i = 0; i < MARKS; i++)
+        if (comm->marks[i].event != NULL)
+            gpu_event_destroy(comm->marks[i].event);
     pd_free(comm);
 }
 
@@ -139,6 +158,17 @@ static pd_status agree(cu_comm *comm, bool can, uint32_t round)
     return status != PD_OK ? status : all ? PD_OK : PD_E_UNSUPPORTED;
 }
 
+/* "1, 3": who has not begun the gather that this rank has. */
+static void name_missing(const cu_comm *comm, char *out, size_t size)
+{
+    size_t len = 0;
+
+    snprintf(out, size, "none");
+    for (uint32_t rank = 0; rank < comm->options.ranks && len + 1 < size; rank++)
+        if ((int)(atomic_load(&comm->common->begun[rank]) - comm->begun) < 0)
+            len += (size_t)snprintf(out + len, size - len, "%s%u", len > 0 ? ", " : "", rank);
+}
+
 /* Until what was begun is made or queued. PD_E_TIMEOUT, PD_E_INTERNAL: it will not be. */
 static pd_status settle(cu_comm *comm, cu_nccl *nccl, pd_status status)
 {
@@ -148,8 +178,12 @@ static pd_status settle(cu_comm *comm, cu_nccl *nccl, pd_status status)
         if (has_ended(comm) || atomic_load(&comm->common->given_up) != 0)
             return PD_E_INTERNAL;
         if (pd_clock_now_ns() - start_ns > comm->options.wait_ms * (PD_NS_PER_S / 1000)) {
-            pd_log_error("msg=\"%s: nccl does not come to an end\" rank=%u waited_ms=%u",
-                         comm->options.backend, comm->options.rank, comm->options.wait_ms);
+            char missing[64];
+            name_missing(comm, missing, sizeof missing);
+            pd_log_error("msg=\"%s: nccl does not come to an end\" rank=%u waited_ms=%u gather=%u "
+                         "ranks_behind=\"%s\"",
+                         comm->options.backend, comm->options.rank, comm->options.wait_ms,
+                         comm->begun, missing);
             return PD_E_TIMEOUT;
         }
         usleep(LOOK_US);
@@ -195,6 +229,15 @@ static pd_status connect_nccl(cu_comm *comm, char *reason, size_t reason_size)
     return PD_OK;
 }
 
+static pd_status make_marks(cu_comm *comm, gpu *g)
+{
+    pd_status status = PD_OK;
+
+    for (uint32_t i = 0; status == PD_OK && i < MARKS; i++)
+        status = gpu_event_create(g, &comm->marks[i].event);
+    return status;
+}
+
 pd_status cu_comm_connect(cu_comm *comm, gpu *g)
 {
     char reason[256];
@@ -212,7 +255,7 @@ pd_status cu_comm_connect(cu_comm *comm, gpu *g)
     if (status == PD_OK && comm->options.rank == 0)
         pd_log_info("msg=\"%s: ranks exchange their products by nccl\" ranks=%u",
                     comm->options.backend, comm->options.ranks);
-    return status;
+    return status == PD_OK ? make_marks(comm, g) : status;
 }
 
 /* ---- gathering ---- */
@@ -242,6 +285,46 @@ static pd_status gather_part(cu_comm *comm, gpu_stream *stream, const unsigned c
     return status;
 }
 
+/* How far the stream has come. */
+static pd_status follow(cu_comm *comm)
+{
+    while (comm->marks_count > 0) {
+        const mark *next = &comm->marks[comm->marks_first];
+        pd_status status = gpu_event_poll(next->event);
+        if (status != PD_OK)
+            return status == PD_E_AGAIN ? PD_OK : status;
+        comm->reached = next->gather;
+        comm->together_ns = 0;
+        comm->marks_first = (comm->marks_first + 1) % MARKS;
+        comm->marks_count--;
+    }
+    return PD_OK;
+}
+
+/* Of more than there are marks for, the last ones are not told apart. */
+static pd_status mark_gather(cu_comm *comm, gpu_stream *stream)
+{
+    if (comm->marks_count == MARKS)
+        return PD_OK;
+    mark *m = &comm->marks[(comm->marks_first + comm->marks_count) % MARKS];
+    m->gather = comm->begun;
+    comm->marks_count++;
+    return gpu_event_record(m->event, stream);
+}
+
+static pd_status gather_by_nccl(cu_comm *comm, gpu_stream *stream, const void *own, void *all,
+                                uint64_t bytes)
+{
+    atomic_store(&comm->common->begun[comm->options.rank], ++comm->begun);
+    pd_status status = follow(comm);
+    if (status == PD_OK)
+        status = mark_gather(comm, stream);
+    if (status != PD_OK)
+        return status;
+    status = cu_nccl_gather(comm->nccl, gpu_stream_native(stream), own, all, bytes);
+    return settle(comm, comm->nccl, status);
+}
+
 pd_status cu_comm_gather(cu_comm *comm, gpu_stream *stream, const void *own, void *all,
                          uint64_t bytes)
 {
@@ -249,10 +332,8 @@ pd_status cu_comm_gather(cu_comm *comm, gpu_stream *stream, const void *own, voi
     pd_status status = PD_OK;
 
     pd_assert((const unsigned char *)own == (unsigned char *)all + comm->options.rank * bytes);
-    if (comm->nccl != NULL) {
-        status = cu_nccl_gather(comm->nccl, gpu_stream_native(stream), own, all, bytes);
-        return settle(comm, comm->nccl, status);
-    }
+    if (comm->nccl != NULL)
+        return gather_by_nccl(comm, stream, own, all, bytes);
     for (uint64_t at = 0; status == PD_OK && at < bytes; at += part)
         status =
             gather_part(comm, stream, (const unsigned char *)own + at, (unsigned char *)all + at,
@@ -265,10 +346,34 @@ bool cu_comm_is_queued(const cu_comm *comm)
     return comm->nccl != NULL;
 }
 
+/* Where this rank's stream is, to the others; where all are, the gather has to end. What follows a
+ * step's last one is short. */
+static pd_status judge(cu_comm *comm)
+{
+    uint64_t now_ns = pd_clock_now_ns(), look_ns = now_ns - comm->looked_ns;
+
+    comm->looked_ns = now_ns;
+    if (!comm->options.calls->come(comm->options.comm, comm->reached)) {
+        comm->together_ns = 0;
+        return PD_OK;
+    }
+    comm->together_ns += look_ns < LOOK_NS_MAX ? look_ns : 0;
+    if (comm->together_ns <= comm->options.wait_ms * (PD_NS_PER_S / 1000))
+        return PD_OK;
+    pd_log_error("msg=\"%s: all ranks have come to a gather, and it does not end\" rank=%u "
+                 "waited_ms=%u gather=%u",
+                 comm->options.backend, comm->options.rank, comm->options.wait_ms, comm->reached);
+    return PD_E_TIMEOUT;
+}
+
 pd_status cu_comm_look(cu_comm *comm)
 {
     if (has_ended(comm))
         return PD_E_INTERNAL;
-    pd_status status = comm->nccl == NULL ? PD_OK : cu_nccl_look(comm->nccl);
-    return status == PD_E_AGAIN ? PD_OK : status;
+    if (comm->nccl == NULL)
+        return PD_OK;
+    pd_status status = cu_nccl_look(comm->nccl);
+    if (status == PD_OK || status == PD_E_AGAIN)
+        status = follow(comm);
+    return status == PD_OK ? judge(comm) : status;
 }

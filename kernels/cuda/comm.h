@@ -10,7 +10,11 @@
  * in.
  *
  * A rank that fails where the others do not says so (cu_comm_fail), and no exchange succeeds any
- * more, at any rank: those that wait return. So does what waits when a rank has ended. */
+ * more, at any rank: those that wait return. So does what waits when a rank has ended.
+ *
+ * A rank that stands still is judged at rank 0 (kernels/comm.h): through memory at the barriers of
+ * a gather; by NCCL an event before each gather tells how far a rank's stream has come, and the
+ * ranks tell each other as they look. Who is not where the others wait is killed, and named. */
 
 #include "kernels/comm.h"
 #include "kernels/cuda/gpu.h"
@@ -23,7 +27,9 @@ typedef struct cu_comm_options {
     kern_comm *comm; /* outlives this */
     const kern_comm_calls *calls;
     uint64_t part_bytes; /* a multiple of 64; 0: 4 MiB */
-    uint32_t wait_ms;    /* for NCCL to make a communicator, or to queue a gather; 0: 60,000 */
+    /* for NCCL to make a communicator, to queue a gather, and to end one that all ranks have come
+     * to; 0: 60,000 */
+    uint32_t wait_ms;
 } cu_comm_options;
 
 /* What it takes of the comm's memory. */
@@ -55,8 +61,10 @@ PD_CHECKED pd_status cu_comm_connect(cu_comm *comm, gpu *g);
  * at rank's place in all. */
 PD_CHECKED pd_status cu_comm_gather(cu_comm *comm, gpu_stream *stream, const void *own, void *all,
                                     uint64_t bytes);
-/* True: what the stream does may wait for other ranks, so who waits for it must look, and say that
- * it has failed when that does. PD_E_INTERNAL: a rank is gone or has failed, or NCCL has. */
+/* True: what the stream does may wait for other ranks, so who waits for it must look, every
+ * millisecond or so and once more when it is done, and say that it has failed when that does.
+ * PD_E_INTERNAL: a rank is gone, has failed or stood still, or NCCL has failed. PD_E_TIMEOUT
+ * (logged): a gather does not end. */
 bool cu_comm_is_queued(const cu_comm *comm);
 PD_CHECKED pd_status cu_comm_look(cu_comm *comm);
 

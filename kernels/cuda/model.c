@@ -405,7 +405,8 @@ static pd_status await_ranks(kern_loaded *model)
         usleep(LOOK_US);
         status = PD_OK;
     }
-    return status;
+    /* the others hear that this rank has come to its end */
+    return status == PD_OK ? cu_comm_look(model->comm) : status;
 }
 
 static pd_status run_step(kern_loaded *model, const kern_backend_step *step, const cu_plan *plan)

@@ -155,6 +155,22 @@ class Command(unittest.TestCase):
         self.assertEqual(self.run_kvferry("down", "-f", self.file)[:2], (0, f"cluster t was not running (state_dir {self.state})\n"))
         self.assertEqual(self.run_kvferry("status", "-f", self.file)[0], 1)
 
+    def test_status_tells_where_every_rank_is(self):
+        self.assertEqual(self.up()[0], 0)
+        place = {"gpu": None, "nic": None, "nic_distance": None, "cpus": "0-31", "numa_node": None, "bound": False}
+        gpus = [dict(place, gpu=f"0000:{bus}:00.0", nic=f"mlx5_{n} (eth{n})", nic_distance="behind one bridge", numa_node=n // 2, bound=True)
+                for n, bus in enumerate(("1b", "3d", "9a"))]
+        worker = {"name": "decode-0", "tensor_parallel": 3, "rank_pids": [71, 72], "placement": gpus[0], "rank_placements": gpus[1:]}
+        self.tell("workers", [worker, {"name": "prefill-0", "placement": place, "rank_placements": []}])
+        rc, table, err = self.run_kvferry("status", "-f", self.file)
+        self.assertEqual((rc, err), (0, ""))
+        self.assertEqual([line for line in table.splitlines() if ": " in line and line.startswith(("decode-0", "prefill-0"))], [
+            "decode-0: ranks 1 to 2 are pids 71, 72",
+            "prefill-0: host's cores, NUMA node unknown, NIC unknown, CPUs 0-31 (not bound)",
+            "decode-0: GPU 0000:1b:00.0, NUMA node 0, NIC mlx5_0 (eth0) behind one bridge, CPUs 0-31",
+            "decode-0/1: GPU 0000:3d:00.0, NUMA node 0, NIC mlx5_1 (eth1) behind one bridge, CPUs 0-31",
+            "decode-0/2: GPU 0000:9a:00.0, NUMA node 1, NIC mlx5_2 (eth2) behind one bridge, CPUs 0-31"])
+
     def test_up_fails_with_the_services_own_error(self):
         for mode in ("fail", "usage"):
             self.assert_refused(self.up(STANDIN_DECODE_0=mode, STANDIN_ROUTER="unready"),

@@ -1,6 +1,7 @@
 """Tensor parallelism: any split of any role gives one rank's tokens, KV goes between workers with other
 splits by head slices, and a rank that dies ends its worker alone."""
 
+import contextlib
 import os
 import re
 import signal
@@ -79,6 +80,16 @@ def test_any_split_gives_the_same_tokens(model, want, prefill, decode):
         assert len(ranks_of(one, "prefill-0")) == prefill - 1
         assert len(ranks_of(one, "decode-0")) == decode - 1
         assert sorted(one.worker("decode-0")["rank_pids"]) == sorted(ranks_of(one, "decode-0").values())
+        _, status, _ = one.kvferry("status", "-f", one.file)
+        for name, ranks in (("prefill-0", prefill), ("decode-0", decode)):
+            worker, log = one.worker(name), one.logs()[f"logs/{name}.log"]
+            places = [worker["placement"], *worker["rank_placements"]]
+            assert len(places) == ranks
+            for rank, place in enumerate(places):  # /workers, the rank's log and `status` say the same of where it is
+                called = f"{name}/{rank}" if rank else name
+                placed = [line for line in log.splitlines() if f' svc={called} msg="placed" gpu=none ' in line]
+                assert len(placed) == 1 and f' cpus={place["cpus"]} ' in placed[0], placed
+                assert [line for line in status.splitlines() if line.startswith(f"{called}: host's cores, NUMA node ")], status
 
 
 def test_slices_go_over_tcp_too(model, want):
@@ -104,23 +115,103 @@ def test_a_damaged_slice_is_found_and_fetched_again(model, want, monkeypatch, pr
         assert planted and {found[2] for found in slices} <= planted
 
 
-@pytest.mark.parametrize("prefill, decode", [(1, 2), (2, 1)] + ([(2, 4), (4, 1)] if FULL else []))
+@pytest.mark.parametrize("prefill, decode", [(1, 2), (4, 1)] + ([(2, 1), (2, 4), (1, 4)] if FULL else []))
 def test_the_second_turn_fetches_the_first_ones_answer_from_another_split(model, prefill, decode):
-    """Prefill on the scalar reference, which is slow: fetching is always cheaper than computing."""
-    prompt, fresh = list(range(300, 330)), list(range(400, 420))
+    """Prefill on the scalar reference, which is slow: fetching is always cheaper than computing. A machine that is busy
+    elsewhere may not fetch within the time that a pull is given: then all is computed, with the same tokens, and the next
+    conversation has another try."""
+    turns = []
     with split_cluster(model, prefill, decode, prefill={"device": "cpu-ref"}) as one:
-        first = one.complete(prompt, cl.scaled(100), ignore_eos=True).token_ids
-        one.assert_clean()
-        assert one.metric("kvferry_pulls_total") == 0
-        turn = prompt + first + fresh
-        second = one.complete(turn, 12, ignore_eos=True)
-        one.assert_clean()
-        assert (one.metric("kvferry_pulls_total"), one.metric("kvferry_pulls_failed_total")) == (1, 0)
+        for attempt in range(6):
+            prompt, fresh = list(range(300 + attempt, 330 + attempt)), list(range(400, 420))
+            first = one.complete(prompt, cl.scaled(100), ignore_eos=True).token_ids
+            one.assert_clean()
+            assert one.metric("kvferry_pulls_total") == attempt
+            turns.append(prompt + first + fresh)
+            second = one.complete(turns[-1], 12, ignore_eos=True)
+            turns[-1] = (turns[-1], second.token_ids)
+            one.assert_clean()
+            assert one.metric("kvferry_pulls_total") == attempt + 1
+            if one.metric("kvferry_pulls_failed_total") == attempt:
+                break
+        assert one.metric("kvferry_pulls_failed_total") == attempt, "no pull came whole"
         known = (len(prompt) + len(first) - 1) // 16 * 16
         assert second.usage["prompt_tokens_details"]["cached_tokens"] == known
         assert one.metric("kvferry_seal_failures_total") == 0
     with split_cluster(model, 1, 1, kv={"prefix_cache": False}) as plain:
-        assert plain.complete(turn, 12, ignore_eos=True).token_ids == second.token_ids
+        for turn, tokens in turns:
+            assert plain.complete(turn, 12, ignore_eos=True).token_ids == tokens
+
+
+@contextlib.contextmanager
+def late_worker(one, name, **changes):
+    """A worker of that cluster that is started by hand, from a file with those changes."""
+    file = os.path.join(one.path, f"{name}.yaml")
+    with open(file, "w", encoding="utf-8") as out:
+        out.write(cl.to_yaml(cl.merged(one.deployment, changes)) + "\n")
+    with open(os.path.join(one.state_dir, "logs", f"{name}.log"), "w", encoding="utf-8") as log:
+        process = subprocess.Popen([os.path.join(cl.BUILD, "deploy", f"{name.split('-')[0]}-worker"), "-f", file, "--name", name], cwd=cl.ROOT,
+                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(os.environ, **{cl.MARK: one.mark}))
+    try:
+        cl.wait_until(lambda: process.poll() is not None or (one.worker(name) or {}).get("state") == "ready", 30, f"{name} is not ready")
+        yield process.pid
+        process.terminate()
+        assert process.wait(20 * cl.SLOW) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 4)] + ([(4, 2), (2, 8)] if FULL else []))
+def test_a_sequence_that_gives_way_moves_to_another_split(model, before, after):
+    """Two answers of which the pool holds one. Nothing is left to chance: the first has a low priority, so that its end is
+    in nobody's way when the second asks for room, which it does while the worker is stopped; stopped again, it has both
+    when the worker comes that one of them moves to; and prefill is slow, so that computing again would be dearer."""
+    bodies = [(list(range(300, 310)), 220, 1), (list(range(400, 410)), 190, 0)]  # prompt, tokens, priority: the lower goes first
+
+    def stream(one, index, hang_up=None):
+        prompt, tokens, priority = bodies[index]
+        return one.stream(prompt, tokens, hang_up=hang_up, ignore_eos=True, priority=priority)
+
+    with split_cluster(model, 1, 1, kv={"prefix_cache": False}) as plain:
+        want = [answer.token_ids for answer in plain.together([lambda i=i: stream(plain, i) for i in range(2)])]
+    assert [len(tokens) for tokens in want] == [tokens for _, tokens, _ in bodies]
+    slow = {"prefill": {"device": "cpu-ref"}, "decode": {"device": "cpu-ref"}, "heartbeat": {"lost_after": "30s", "hung_after": "60s"}}
+    with split_cluster(model, 1, before, kv={"memory": "1MiB"}, **slow) as one:
+        assert one.worker("decode-0")["ledger"]["total"] == 16, "the numbers above are for 16 blocks, and 15 and 13 at their ends"
+        pid, answers, stopped = one.worker("decode-0")["pid"], [None, None], [threading.Event(), threading.Event()]
+
+        def ask(index):
+            def stop(tokens):
+                if tokens >= 2 and not stopped[index].is_set():  # the first comes from the prefill worker
+                    os.kill(pid, signal.SIGSTOP)
+                    stopped[index].set()
+                return False
+            answers[index] = stream(one, index, stop)
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(2)]
+        try:
+            for index in range(2):
+                threads[index].start()
+                cl.wait_until(lambda: one.logs()["logs/router.log"].count('msg="placed"') == index + 1, 20, "it was not placed")
+                os.kill(pid, signal.SIGCONT)
+                assert stopped[index].wait(60 * cl.SLOW), one.worker("decode-0")
+            assert one.metric("kvferry_sequences_suspended_total") == 0
+            with late_worker(one, "decode-1", workers=3, ratio="1:2", decode={"tensor_parallel": after}, kv={"memory": "64MiB"}):
+                os.kill(pid, signal.SIGCONT)
+                for thread in threads:
+                    thread.join()
+                assert [answer.error for answer in answers] == [None, None]
+                assert [answer.token_ids for answer in answers] == want
+                assert (one.metric("kvferry_moves_total"), one.metric("kvferry_moves_failed_total")) == (1, 0)
+                assert one.metric("kvferry_seal_failures_total") == 0
+                assert re.search(r'msg="moved" from=decode-0 to=decode-1 blocks=\d+ ', one.logs()["logs/router.log"])
+                assert (len(ranks_of(one, "decode-0")), len(ranks_of(one, "decode-1"))) == (before - 1, after - 1)
+                one.assert_clean()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            for thread in threads:
+                thread.join()
 
 
 @pytest.fixture

@@ -33,12 +33,14 @@ static void run_rank(rank_process *process, kern_comm_options *options, rank_pro
     _exit(0);
 }
 
-static void run_case(rank_process *process, uint64_t bytes, rank_process_body *body)
+static void run_case(rank_process *process, uint64_t bytes, uint64_t still_ns,
+                     rank_process_body *body)
 {
     int pidfds[RANK_PROCESSES_MAX];
     kern_comm_options options = {
         .ranks = process->ranks,
         .bytes = bytes,
+        .still_ns = still_ns,
         .memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)};
 
     NEED(options.memory != MAP_FAILED && process->ranks <= RANK_PROCESSES_MAX);
@@ -61,6 +63,12 @@ static void run_case(rank_process *process, uint64_t bytes, rank_process_body *b
 void rank_processes_run(const char *name, uint32_t ranks, uint64_t bytes, rank_process_body *body,
                         const void *ctx)
 {
+    rank_processes_run_judged(name, ranks, bytes, 0, body, ctx);
+}
+
+void rank_processes_run_judged(const char *name, uint32_t ranks, uint64_t bytes, uint64_t still_ns,
+                               rank_process_body *body, const void *ctx)
+{
     rank_process process = {.ranks = ranks, .ctx = ctx};
     int status = -1;
 
@@ -68,7 +76,7 @@ void rank_processes_run(const char *name, uint32_t ranks, uint64_t bytes, rank_p
     pid_t pid = fork();
     assert_true(pid >= 0);
     if (pid == 0)
-        run_case(&process, bytes, body);
+        run_case(&process, bytes, still_ns, body);
     assert_int_equal(waitpid(pid, &status, 0), pid);
     if (WIFEXITED(status) && WEXITSTATUS(status) == RANK_SKIPPED)
         exit(RANK_SKIPPED);

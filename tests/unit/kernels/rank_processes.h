@@ -31,6 +31,10 @@ typedef void rank_process_body(rank_process *process);
  * memory, its own included. name: of the case, for the failure. */
 void rank_processes_run(const char *name, uint32_t ranks, uint64_t bytes, rank_process_body *body,
                         const void *ctx);
+/* The same; a rank that stands still in a step is killed after that (kern_comm_options.still_ns).
+ */
+void rank_processes_run_judged(const char *name, uint32_t ranks, uint64_t bytes, uint64_t still_ns,
+                               rank_process_body *body, const void *ctx);
 /* Rank 0: waits until the others have ended, which they have to well, or by SIGKILL. */
 void rank_processes_await(const rank_process *process);
 

@@ -1,7 +1,7 @@
 /* What ranks on GPUs exchange, over NCCL: on a stand-in for it, whose streams are this test's body
  * of gpu.h. Gathers are in order and whole, by NCCL and through shared memory; where no
- * communicator can be made, whatever the reason, all ranks take the other way; and a rank that is
- * gone is no reason to wait. */
+ * communicator can be made, whatever the reason, all ranks take the other way; a rank that is gone
+ * is no reason to wait; and one that stands still is named and killed. */
 
 #include "kernels/cuda/comm.h"
 #include "tests/unit/kernels/rank_processes.h"
@@ -14,6 +14,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -73,6 +74,39 @@ pd_status gpu_stream_wait(gpu_stream *stream)
     while (driver.query(stream->native) != 0)
         usleep(100);
     return PD_OK;
+}
+
+/* Records that the stream has not come to. */
+struct gpu_event {
+    atomic_int ahead;
+};
+
+static void reach(void *ctx)
+{
+    atomic_fetch_sub((atomic_int *)ctx, 1);
+}
+
+pd_status gpu_event_create(gpu *g, gpu_event **event_out)
+{
+    (void)g;
+    *event_out = pd_calloc(1, sizeof **event_out);
+    return *event_out == NULL ? PD_E_NOMEM : PD_OK;
+}
+
+void gpu_event_destroy(gpu_event *event)
+{
+    pd_free(event);
+}
+
+pd_status gpu_event_record(gpu_event *event, gpu_stream *stream)
+{
+    atomic_fetch_add(&event->ahead, 1);
+    return driver.launch(stream->native, reach, &event->ahead) == 0 ? PD_OK : PD_E_INTERNAL;
+}
+
+pd_status gpu_event_poll(gpu_event *event)
+{
+    return atomic_load(&event->ahead) == 0 ? PD_OK : PD_E_AGAIN;
 }
 
 typedef struct copy {
@@ -316,12 +350,168 @@ static void nobody_waits_for_a_rank_that_is_gone(void **state)
     run("nccl fails", nccl_fails, "async-error");
 }
 
+/* ---- standing still ---- */
+
+enum { STILL_MS = 500 };
+
+static void run_judged(const char *name, rank_process_body *body, uint64_t still_ms)
+{
+    rank_processes_run_judged(name, RANKS, kern_comm_own_bytes() + cu_comm_bytes(RANKS, PART_BYTES),
+                              still_ms * PD_NS_PER_MS, body, NULL);
+}
+
+static void end(const rank_process *process, member *m)
+{
+    cu_comm_fail(m->comm, "a step failed");
+    NEED(gpu_stream_wait(&m->stream) == PD_OK);
+    cu_comm_destroy(m->comm);
+    pd_free(m->all);
+    rank_processes_await(process);
+}
+
+/* Rank 0's look at a gather that rank 1 does not come to: it fails, not sooner than it may. */
+static void named_in_time(const rank_process *process, member *m)
+{
+    uint64_t start_ns = pd_clock_now_ns();
+
+    kern_comm_begin(process->comm);
+    wait_or_gather(process, m);
+    NEED(kern_comm_why(process->comm) == NULL && ends_soon(m));
+    NEED(pd_clock_now_ns() - start_ns >= STILL_MS * PD_NS_PER_MS);
+    const char *why = kern_comm_why(process->comm);
+    NEED(why != NULL && strstr(why, "rank 1 stood still in a step") != NULL);
+}
+
+/* Its process is stopped before it queues the gather. */
+static void one_is_stopped(rank_process *process)
+{
+    member m = join(process, NULL);
+
+    NEED(cu_comm_is_queued(m.comm));
+    gather_many(process, &m);
+    if (process->rank == 1) {
+        raise(SIGSTOP);
+        NEED(false); /* it is killed as it stands */
+    }
+    named_in_time(process, &m);
+    end(process, &m);
+}
+
+static void never_end(void *ctx)
+{
+    (void)ctx;
+    for (;;)
+        pause();
+}
+
+/* Its process queues two gathers and looks, but its device comes to the first alone. */
+static void ones_device_stands(rank_process *process)
+{
+    member m = join(process, NULL);
+
+    gather_many(process, &m);
+    NEED(cu_comm_gather(m.comm, &m.stream, m.all + process->rank * GATHER_BYTES, m.all,
+                        GATHER_BYTES) == PD_OK);
+    if (process->rank == 1) {
+        NEED(driver.launch(m.stream.native, never_end, NULL) == 0);
+        NEED(cu_comm_gather(m.comm, &m.stream, m.all + GATHER_BYTES, m.all, GATHER_BYTES) == PD_OK);
+        for (;;) {
+            pd_status status = cu_comm_look(m.comm); /* it may hear of the end before it dies */
+            (void)status;
+            usleep(100);
+        }
+    }
+    named_in_time(process, &m);
+    end(process, &m);
+}
+
+/* Through memory, at a barrier. */
+static void one_is_stopped_without_nccl(rank_process *process)
+{
+    member m = join(process, "init-fails");
+
+    NEED(!cu_comm_is_queued(m.comm));
+    gather_many(process, &m);
+    if (process->rank == 1) {
+        raise(SIGSTOP);
+        NEED(false);
+    }
+    kern_comm_begin(process->comm);
+    NEED(cu_comm_gather(m.comm, &m.stream, m.all, m.all, GATHER_BYTES) != PD_OK);
+    const char *why = kern_comm_why(process->comm);
+    NEED(why != NULL && strstr(why, "rank 1 stood still in a step") != NULL);
+    end(process, &m);
+}
+
+static void a_rank_that_stands_still_in_a_gather_is_named_and_killed(void **state)
+{
+    (void)state;
+    run_judged("one is stopped", one_is_stopped, STILL_MS);
+    run_judged("one's device stands", ones_device_stands, STILL_MS);
+    run_judged("one is stopped, without nccl", one_is_stopped_without_nccl, STILL_MS);
+}
+
+/* Both have come, so nobody is to blame: the gather has its own deadline, at every rank. */
+static void both_hang(rank_process *process)
+{
+    member m = join(process, NULL);
+
+    gather_many(process, &m);
+    setenv("NCCL_STAND_IN", "stream-hangs", 1);
+    kern_comm_begin(process->comm);
+    uint64_t start_ns = pd_clock_now_ns();
+    NEED(cu_comm_gather(m.comm, &m.stream, m.all + process->rank * GATHER_BYTES, m.all,
+                        GATHER_BYTES) == PD_OK);
+    NEED(ends_soon(&m));
+    /* what the other one's end has told may come first */
+    NEED(process->rank == 1 || pd_clock_now_ns() - start_ns >= WAIT_MS / 2 * PD_NS_PER_MS);
+    NEED(kern_comm_why(process->comm) == NULL);
+    end(process, &m);
+}
+
+/* Where nobody is judged, or all is slow for rank 0 too, a rank that is late has its time. */
+static void one_is_late(rank_process *process)
+{
+    member m = join(process, NULL);
+
+    gather_many(process, &m);
+    kern_comm_begin(process->comm);
+    if (process->rank == 1)
+        usleep(2 * WAIT_MS * 1000);
+    NEED(cu_comm_gather(m.comm, &m.stream, m.all + process->rank * GATHER_BYTES, m.all,
+                        GATHER_BYTES) == PD_OK);
+    while (driver.query(m.stream.native) != 0) {
+        NEED(cu_comm_look(m.comm) == PD_OK);
+        usleep(100);
+    }
+    NEED(cu_comm_look(m.comm) == PD_OK);
+    NEED(cu_comm_meet(m.comm) == PD_OK);
+    leave(process, &m);
+}
+
+static void a_gather_that_all_have_come_to_has_to_end(void **state)
+{
+    (void)state;
+    run_judged("both hang", both_hang, 0);
+    run_judged("both hang, and would be judged", both_hang, 20000);
+}
+
+static void a_rank_that_is_late_has_its_time(void **state)
+{
+    (void)state;
+    run_judged("nobody is judged", one_is_late, 0);
+    run_judged("judged later", one_is_late, 20000);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gathers_go_by_nccl_where_it_is),
         cmocka_unit_test(ranks_that_cannot_have_it_all_take_memory),
         cmocka_unit_test(nobody_waits_for_a_rank_that_is_gone),
+        cmocka_unit_test(a_rank_that_stands_still_in_a_gather_is_named_and_killed),
+        cmocka_unit_test(a_gather_that_all_have_come_to_has_to_end),
+        cmocka_unit_test(a_rank_that_is_late_has_its_time),
     };
     pd_log_init("test", PD_LOG_INFO);
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -477,6 +477,43 @@ static void a_worker_that_differs_is_refused_and_both_values_are_named(void **st
     refuse(smaller_context, "512", "4096");
 }
 
+static void look_at_ranks(void *ctx, const router_worker_view *view)
+{
+    uint32_t *seen = ctx;
+
+    *seen += 1;
+    if (view->role == PD_ROLE_DECODE) {
+        assert_null(view->rank_placements);
+        return;
+    }
+    assert_int_equal(view->rank_pids_count, 2);
+    assert_string_equal(view->rank_placements[0].bus, "0000:1b:00.0");
+    assert_string_equal(view->rank_placements[1].bus, "0000:3d:00.0");
+    assert_int_equal(view->rank_placements[1].numa_node, 1);
+}
+
+static void where_a_workers_ranks_are_is_kept(void **state)
+{
+    pd_msg_placement places[2] = {{.bus = "0000:1b:00.0"}, {.bus = "0000:3d:00.0", .numa_node = 1}};
+    pd_message message = {.kind = PD_MSG_HELLO};
+    uint32_t seen = 0;
+
+    (void)state;
+    world *w = world_new(12);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    const fake_worker with_ranks = {
+        .role = PD_ROLE_PREFILL, .incarnation = 99, .blocks = 8, .name = "prefill-9"};
+    fake_hello(&w->fake, &with_ranks, &message.hello);
+    message.hello.rank_pids_count = 2;
+    message.hello.rank_placements = places;
+    router_core_on_message(w->fake.core, "prefill-9/0", &message, w->fake.now_ns);
+    memset(places, 0x55, sizeof places); /* what was unpacked is gone */
+    router_core_each_worker(w->fake.core, w->fake.now_ns, look_at_ranks, &seen);
+    assert_int_equal(seen, 2);
+    world_free(w);
+}
+
 static void a_dead_incarnation_is_never_believed_again(void **state)
 {
     (void)state;
@@ -673,6 +710,7 @@ int main(void)
         cmocka_unit_test(a_worker_that_does_not_answer_is_a_deadline_and_a_second_try),
         cmocka_unit_test(an_answer_that_stalls_goes_on),
         cmocka_unit_test(a_worker_that_differs_is_refused_and_both_values_are_named),
+        cmocka_unit_test(where_a_workers_ranks_are_is_kept),
         cmocka_unit_test(a_dead_incarnation_is_never_believed_again),
         cmocka_unit_test(nobody_is_judged_by_the_routers_own_absence),
         cmocka_unit_test(a_lost_word_about_a_link_is_made_good),

@@ -27,6 +27,20 @@ static const pd_msg_peer PEER = {.name = "decode-1",
                                  .transfer_address = "q\0r",
                                  .transfer_address_len = 3};
 
+static const pd_msg_placement OTHER_RANKS[] = {
+    {.bus = "0000:3d:00.0", .numa_node = -1, .cpus = "0-31"},
+    {.numa_node = 1, .nic = "eth0", .nic_distance = "far or unknown", .bound = true}};
+
+/* The field's number becomes one that there is not. */
+static void hide_rank_pids(pd_buf *buf)
+{
+    static const unsigned char field[] = {0xba, 0x01, 2, 11, 12}; /* 23, packed */
+    unsigned char *at = memmem(buf->bytes, buf->len, field, sizeof field);
+
+    assert_non_null(at);
+    at[0] = 0xf2; /* 30 */
+}
+
 static void fill_moves(pd_message *m)
 {
     static const pd_audit_entry entries[] = {
@@ -139,7 +153,8 @@ static void fill(pd_message *m, pd_message_kind kind)
                                                 .nic = "mlx5_1 (eth1)",
                                                 .nic_distance = "behind one bridge",
                                                 .cpus = "0-31,64-95",
-                                                .bound = true}};
+                                                .bound = true},
+                                  .rank_placements = OTHER_RANKS};
         break;
     case PD_MSG_HEARTBEAT:
         m->heartbeat = (pd_msg_heartbeat){.incarnation = 99,
@@ -375,6 +390,11 @@ static void out_of_range_fields_are_refused(void **state)
     snprintf(in.hello.name, PD_NAME_BYTES, "a\nlevel=error");
     assert_int_equal(pd_message_pack(&in, &buf), PD_OK);
     assert_int_equal(pd_message_unpack(buf.bytes, buf.len, &out, &hold, &reason), PD_E_INVALID);
+    fill(&in, PD_MSG_HELLO);
+    assert_int_equal(pd_message_pack(&in, &buf), PD_OK);
+    hide_rank_pids(&buf);
+    assert_int_equal(pd_message_unpack(buf.bytes, buf.len, &out, &hold, &reason), PD_E_INVALID);
+    assert_string_equal(reason, "rank_placements and rank_pids differ in number");
     fill(&in, PD_MSG_HEARTBEAT);
     in.heartbeat.queue_ms = -1;
     assert_int_equal(pd_message_pack(&in, &buf), PD_OK);

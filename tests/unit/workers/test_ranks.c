@@ -60,7 +60,9 @@ static int rank_main(const char *what, const char *rank, const char *leader)
     atomic_fetch_add(&b->zeroed, zeroed);
     atomic_store(&b->pid[start.rank], getpid());
     ((unsigned char *)pool)[start.rank] = (unsigned char)start.rank;
-    if (pd_rank_say_ready() != PD_OK)
+    pd_placement placement = {.numa_node = (int)start.rank, .bound = true};
+    snprintf(placement.bus, sizeof placement.bus, "0000:1b:00.%u", start.rank);
+    if (pd_rank_say_ready(&placement) != PD_OK)
         return 45;
     for (;;)
         pause(); /* its line ends it */
@@ -116,6 +118,12 @@ static void ranks_share_their_memory_and_are_ended(void **state)
         assert_int_equal(pool[rank], rank);
         assert_int_equal(place.pidfds[rank - 1], pd_ranks_pidfd(ranks, rank));
         assert_false(has_ended(ranks, rank, 0));
+        const pd_placement *placement = pd_ranks_placement(ranks, rank);
+        char bus[32];
+        snprintf(bus, sizeof bus, "0000:1b:00.%u", rank);
+        assert_string_equal(placement->bus, bus);
+        assert_int_equal(placement->numa_node, rank);
+        assert_true(placement->bound);
     }
     uint64_t begun_ns = pd_clock_now_ns();
     pd_ranks_destroy(ranks);
