@@ -51,6 +51,8 @@ static void take_landing(pd_role_core *core, decode_sequence *s, pd_land_result 
         decode_landing_all_here(core, s, now_ns);
     else if (result == PD_LAND_BROKEN)
         decode_fail(core, s, PD_E_MISMATCH, "a block's seal does not match its bytes");
+    else if (result == PD_LAND_UNCHECKED)
+        decode_fail(core, s, PD_E_INTERNAL, "it cannot read landed blocks on its device");
 }
 
 static void on_blocks(pd_role_core *core, const pd_notice *notice, uint64_t now_ns)

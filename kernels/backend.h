@@ -14,11 +14,12 @@
  * when the other ranks have ended. Threads: everything from create to bind on one thread; then step
  * on one thread, and seal and check on any others, at the same time as step and each other, for
  * blocks whose KV in that layer group nobody writes meanwhile (other blocks are being written).
- * describe, bytes and broken on any thread.
+ * describe, bytes, broken and last_error on any thread.
  *
  * Errors are logged once, by the backend. PD_E_NOMEM, PD_E_UNSUPPORTED: at start; PD_E_INTERNAL:
  * the step or the seals cannot be trusted, and when `broken` says something, nothing after them
- * will be. */
+ * will be. PD_E_NOMEM of a step: the device or the host has no memory left for it; the worker
+ * ends. */
 
 #include "common/base/device_place.h"
 #include "common/base/log.h"
@@ -32,7 +33,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERN_BACKEND_ABI 3
+#define KERN_BACKEND_ABI 4
 /* The one symbol that a plugin shows, declared below. */
 #define KERN_BACKEND_SYMBOL "kern_backend_plugin"
 
@@ -137,6 +138,9 @@ typedef struct kern_backend {
     uint64_t (*bytes)(const kern_loaded *model); /* memory held, without the pool */
     /* NULL: fine; else what broke it for good: every later step fails, the worker must end. */
     const char *(*broken)(const kern_loaded *model);
+    /* What went wrong last on its device, for good or not, as it was logged: the reason of a worker
+     * that ends because its steps keep failing. "": nothing did. */
+    void (*last_error)(const kern_loaded *model, char *text, size_t text_size);
 
     /* Only where pool_own, rank 0's. A piece for each rank, where that one can work on it:
      * pieces_out[rank]. Zeroed; each aligned to a page, one allocation that a transfer can

@@ -223,6 +223,8 @@ static void take(prefill_pulls *pulls, prefill_pull *pull, pd_land_result result
         land(pulls, pull);
     else if (result == PD_LAND_BROKEN)
         give_up(pulls, pull, "a block's seal does not match its bytes");
+    else if (result == PD_LAND_UNCHECKED)
+        give_up(pulls, pull, "its device cannot read landed blocks");
 }
 
 /* The source writes no more: what has come in full is checked to the end. */

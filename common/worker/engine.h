@@ -73,6 +73,8 @@ typedef struct pd_worker_engine_ops {
     uint64_t (*bytes)(const pd_worker_engine *engine);      /* memory held, without the pool */
     /* NULL: fine; else what broke its device, or which rank, for good: the worker must end. */
     const char *(*broken)(const pd_worker_engine *engine);
+    /* What went wrong on its device last, the latest of what its log says; "": nothing did. */
+    void (*last_error)(const pd_worker_engine *engine, char *text, size_t text_size);
     /* No step runs any more, and none begins; the ranks above 0 are released. */
     void (*stop)(pd_worker_engine *engine);
     /* Its pool goes too: whoever used it has ended. */

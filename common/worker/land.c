@@ -552,6 +552,13 @@ pd_land_result pd_land_on_checked(pd_lander *lander, const pd_checked *checked,
     if (!landing->given_up && checked->good) {
         mark(landing, landing->good, &landing->good_count, &c->check);
         result = pd_landing_landed(landing) ? PD_LAND_DONE : PD_LAND_PART;
+    } else if (!landing->given_up && checked->unchecked != PD_OK) {
+        pd_log_req_error(landing->id,
+                         "msg=\"landed blocks cannot be compared with their seals here\" status=%s "
+                         "group=%u first=%u blocks=%u sender=%s receiver=%s",
+                         pd_status_name(checked->unchecked), c->check.group_first, c->check.first,
+                         c->check.count, landing->sender_name, lander->options->name);
+        result = PD_LAND_UNCHECKED;
     } else if (!landing->given_up) {
         result = on_bad(lander, landing, &c->check, checked);
     }

@@ -71,6 +71,8 @@ typedef enum pd_land_result {
     PD_LAND_BROKEN, /* bytes that are not the request's, or lost ones, and they were asked for again
                        already, or it is more than can be asked for */
     PD_LAND_LATE,   /* see above; of pd_land_tick alone */
+    PD_LAND_UNCHECKED, /* whether its bytes match cannot be told here: this worker's trouble, so
+                          nothing is asked for again; of pd_land_on_checked alone */
 } pd_land_result;
 
 /* options and sink are borrowed. */

@@ -10,6 +10,7 @@
 #include "common/wire/bus.h"
 #include "common/worker/address.h"
 #include "common/worker/routers.h"
+#include "common/worker/trouble.h"
 #include "common/worker/verifier.h"
 
 #include <signal.h>
@@ -55,6 +56,7 @@ typedef struct worker {
     pd_step warm_step;
     bool warm;
     uint64_t ticked_ns;
+    pd_trouble step_trouble, check_trouble;
     /* the end */
     uint64_t drain_until_ns; /* 0: not draining */
     bool cancelled;
@@ -434,6 +436,35 @@ static void on_groups(void *ctx, uint32_t epoll_events)
     take_groups(w);
 }
 
+/* A device that has failed for good computes nothing more, and tells no truth about its memory;
+ * with a rank that stood still there is nobody to compute with. */
+static bool is_broken(worker *w)
+{
+    const char *why = w->setup.options->engine->broken(w->setup.engine);
+
+    if (why == NULL)
+        return false;
+    pd_log_error("msg=\"what computes has failed: this worker ends\" backend=\"%s\" reason=\"%s\"",
+                 w->setup.options->engine->backend(w->setup.engine), why);
+    stop(w, 1);
+    return true;
+}
+
+/* Its device fails again and again, and is not lost: nobody hears it from the device. What the
+ * requests that are left need is computed elsewhere, as after any worker's end. */
+static void end_in_trouble(worker *w, const char *what, pd_status status, uint32_t failed)
+{
+    const pd_worker_engine_ops *engine = w->setup.options->engine;
+    char last[256];
+
+    engine->last_error(w->setup.engine, last, sizeof last);
+    pd_log_error("msg=\"what computes keeps failing: this worker ends\" backend=\"%s\" reason=\"%u "
+                 "%s in a row failed, the last with %s%s%s\"",
+                 engine->backend(w->setup.engine), failed, what, pd_status_name(status),
+                 last[0] == '\0' ? "" : "; the device's last error: ", last);
+    stop(w, 1);
+}
+
 static void on_engine(void *ctx, uint32_t epoll_events)
 {
     worker *w = ctx;
@@ -444,7 +475,13 @@ static void on_engine(void *ctx, uint32_t epoll_events)
         /* Its groups were announced before it was done, and are heard of before. */
         take_groups(w);
         if (step != &w->warm_step) {
+            pd_status status = step->status;
+            bool ends = pd_trouble_take_step(&w->step_trouble, step);
             w->ops->on_step_done(w->core, step, pd_clock_now_ns());
+            if (ends && !is_broken(w)) {
+                end_in_trouble(w, "steps", status, w->step_trouble.failed);
+                return;
+            }
             continue;
         }
         if (step->status != PD_OK) {
@@ -502,7 +539,17 @@ static void on_verifier(void *ctx, uint32_t epoll_events)
     for (int i = 0; i < EVENTS_A_TURN; i++) {
         if (pd_verifier_poll(w->verifier, &checked) != PD_OK)
             return;
+        if (checked.unchecked != PD_OK)
+            pd_log_error("msg=\"the device cannot read what has landed\" backend=\"%s\" status=%s",
+                         w->setup.options->engine->backend(w->setup.engine),
+                         pd_status_name(checked.unchecked));
+        bool ends = pd_trouble_take(&w->check_trouble, checked.unchecked, &checked.request, 1);
         w->ops->on_checked(w->core, &checked, pd_clock_now_ns());
+        if (ends && !is_broken(w)) {
+            end_in_trouble(w, "checks of landed blocks", checked.unchecked,
+                           w->check_trouble.failed);
+            return;
+        }
     }
 }
 
@@ -563,20 +610,6 @@ static void go_on_draining(worker *w, uint64_t now_ns)
     } else if (now_ns >= w->drain_until_ns) {
         leave(w);
     }
-}
-
-/* A device that has failed for good computes nothing more, and tells no truth about its memory;
- * with a rank that stood still there is nobody to compute with. */
-static bool is_broken(worker *w)
-{
-    const char *why = w->setup.options->engine->broken(w->setup.engine);
-
-    if (why == NULL)
-        return false;
-    pd_log_error("msg=\"what computes has failed: this worker ends\" backend=\"%s\" reason=\"%s\"",
-                 w->setup.options->engine->backend(w->setup.engine), why);
-    stop(w, 1);
-    return true;
 }
 
 static void on_tick(void *ctx)
@@ -803,6 +836,10 @@ static pd_status prepare(worker *w)
     /* Two steps' worth, with as much room again. */
     status = pd_queue_create(sizeof(group_done), 4 * w->setup.layout.groups, &w->groups);
     if (status == PD_OK)
+        status = pd_trouble_init(&w->step_trouble, w->setup.pool->max_batch);
+    if (status == PD_OK)
+        status = pd_trouble_init(&w->check_trouble, 1);
+    if (status == PD_OK)
         status = make_core(w);
     if (status == PD_OK)
         status = make_verifier(w);
@@ -858,6 +895,8 @@ static void dismantle(worker *w)
     const pd_role_ops *ops = w->ops;
     pd_worker_setup_close(&w->setup);
     ops->destroy(w->core);
+    pd_trouble_fini(&w->step_trouble);
+    pd_trouble_fini(&w->check_trouble);
     pd_queue_destroy(w->groups);
     pd_loop_destroy(w->loop);
 }

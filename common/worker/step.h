@@ -65,7 +65,11 @@ typedef struct pd_check {
 
 typedef struct pd_checked {
     uint64_t ticket;
+    uint64_t request; /* pd_ship_seal_request of the check's key */
     bool good;
+    /* Not good: PD_OK, and the bytes do not match (bad_*), or why nobody can tell: they could not
+     * be read, or not be hashed. That says nothing of what has landed. */
+    pd_status unchecked;
     uint32_t bad_group, bad_block; /* the first that does not match; block as in the request */
     uint32_t bad_slice;            /* of its seals, the first that does not */
 } pd_checked;

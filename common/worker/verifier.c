@@ -66,15 +66,20 @@ static pd_checked look_at(pd_verifier *v, const pd_check *check)
     uint32_t bad = 0, count = itemize(v, check);
     pd_status status = v->sealer.check(v->sealer.ctx, v->items, count, check->seals, &bad);
 
-    if (status != PD_OK && status != PD_E_MISMATCH)
-        bad = 0;
-    return (pd_checked){
+    pd_checked checked = {
         .ticket = check->ticket,
+        .request = pd_ship_seal_request(&check->key),
         .good = status == PD_OK,
-        .bad_group = status == PD_OK ? 0 : v->items[bad].place.group,
-        .bad_block = status == PD_OK ? 0 : v->items[bad].place.block_index,
-        .bad_slice = bad % check->slices,
     };
+
+    if (status == PD_E_MISMATCH) {
+        checked.bad_group = v->items[bad].place.group;
+        checked.bad_block = v->items[bad].place.block_index;
+        checked.bad_slice = bad % check->slices;
+    } else {
+        checked.unchecked = status;
+    }
+    return checked;
 }
 
 static void *verifier_main(void *arg)

@@ -33,5 +33,5 @@ PD_CHECKED pd_status pd_verifier_submit(pd_verifier *verifier, const pd_check *c
 /* Readable when poll may have something. */
 int pd_verifier_fd(const pd_verifier *verifier);
 /* PD_E_AGAIN: nothing is ready. The first mismatch is the one of the lowest group, and in it of the
- * lowest block; a check that could not be made is answered as not good. */
+ * lowest block; a check that could not be made is answered as such (pd_checked.unchecked). */
 PD_CHECKED pd_status pd_verifier_poll(pd_verifier *verifier, pd_checked *checked_out);

@@ -53,6 +53,10 @@ void gpu_use(gpu *g); /* this thread's calls are for that device */
 const gpu_info *gpu_info_of(const gpu *g);
 /* NULL: fine; else what broke it for good ("an illegal memory access was encountered"). */
 const char *gpu_broken(const gpu *g);
+/* What failed last, whether or not it broke the device ("cudaMemcpyAsync: out of memory"); "":
+ * nothing did. Any thread. */
+#define GPU_ERROR_BYTES 192
+void gpu_last_error(gpu *g, char *text, size_t text_size);
 
 /* What is free now: other processes take, too. */
 PD_CHECKED pd_status gpu_memory_free(gpu *g, uint64_t *bytes_out);

@@ -21,7 +21,9 @@ struct gpu {
     int device;
     std::atomic<bool> broken;
     std::atomic<bool> why_taken; /* the first to break it writes why */
-    char why[192];
+    char why[GPU_ERROR_BYTES];
+    pthread_mutex_t lock; /* of last */
+    char last[GPU_ERROR_BYTES];
 };
 
 struct gpu_stream {
@@ -89,10 +91,19 @@ static pd_status status_of(cudaError_t error)
     }
 }
 
+static void remember(gpu *g, const char *text)
+{
+    pthread_mutex_lock(&g->lock);
+    snprintf(g->last, sizeof g->last, "%s", text);
+    pthread_mutex_unlock(&g->lock);
+}
+
 /* A call failed: one line, unless the device was lost before and the line is written. detail: what
  * the call was about, "" for nothing. */
 static pd_status failed(gpu *g, cudaError_t error, const char *call, const char *detail)
 {
+    char text[GPU_ERROR_BYTES];
+
     (void)cudaGetLastError(); /* not to be taken for the next call's */
     if (is_sticky(error)) {
         if (g->why_taken.exchange(true)) {
@@ -103,14 +114,16 @@ static pd_status failed(gpu *g, cudaError_t error, const char *call, const char 
         }
         snprintf(g->why, sizeof g->why, "%s (%s, seen by %s%s%s)", cudaGetErrorString(error),
                  cudaGetErrorName(error), call, detail[0] != 0 ? ": " : "", detail);
+        remember(g, g->why);
         g->broken.store(true, std::memory_order_release);
         pd_log_error("msg=\"gpu: lost, this process must end: %s\" device=%d bus=%s", g->why,
                      g->device, g->info.bus);
         return PD_E_INTERNAL;
     }
-    pd_log_error("msg=\"gpu: %s failed: %s (%s)%s%s\" device=%d bus=%s", call,
-                 cudaGetErrorString(error), cudaGetErrorName(error), detail[0] != 0 ? ": " : "",
-                 detail, g->device, g->info.bus);
+    snprintf(text, sizeof text, "%s failed: %s (%s)%s%s", call, cudaGetErrorString(error),
+             cudaGetErrorName(error), detail[0] != 0 ? ": " : "", detail);
+    remember(g, text);
+    pd_log_error("msg=\"gpu: %s\" device=%d bus=%s", text, g->device, g->info.bus);
     return status_of(error);
 }
 
@@ -140,6 +153,13 @@ pd_status gpu_met(gpu *g, int error, const char *call)
 const char *gpu_broken(const gpu *g)
 {
     return is_broken(g) ? g->why : NULL;
+}
+
+void gpu_last_error(gpu *g, char *text, size_t text_size)
+{
+    pthread_mutex_lock(&g->lock);
+    snprintf(text, text_size, "%s", g->last);
+    pthread_mutex_unlock(&g->lock);
 }
 
 /* --- devices --- */
@@ -240,6 +260,8 @@ pd_status gpu_look(uint32_t device, gpu_info *info_out)
 {
     gpu g = {};
 
+    g.lock = PTHREAD_MUTEX_INITIALIZER;
+
     g.device = (int)device;
     pd_status status = describe(&g);
     if (status == PD_OK)
@@ -265,11 +287,13 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
 
     if (g == NULL)
         return PD_E_NOMEM;
+    pthread_mutex_init(&g->lock, NULL); /* on Linux it cannot fail */
     g->device = (int)device;
     pd_status status = describe(g);
     if (status == PD_OK)
         status = start(g);
     if (status != PD_OK) {
+        pthread_mutex_destroy(&g->lock);
         pd_free(g);
         return status;
     }
@@ -279,6 +303,9 @@ pd_status gpu_open(uint32_t device, gpu **gpu_out)
 
 void gpu_close(gpu *g)
 {
+    if (g == NULL)
+        return;
+    pthread_mutex_destroy(&g->lock);
     pd_free(g);
 }
 

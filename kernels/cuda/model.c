@@ -238,6 +238,11 @@ const char *cu_model_broken(const kern_loaded *model)
     return why != NULL ? why : cu_pool_broken(model->pool);
 }
 
+void cu_model_last_error(const kern_loaded *model, char *text, size_t text_size)
+{
+    gpu_last_error(model->device, text, text_size);
+}
+
 gpu *cu_model_gpu(kern_loaded *model)
 {
     return model->device;
@@ -437,10 +442,11 @@ static pd_status run_step(kern_loaded *model, const kern_backend_step *step, con
 /* The step has ended early, at this rank perhaps alone. */
 static void fail_step(kern_loaded *model)
 {
-    const char *why = gpu_broken(model->device);
+    char why[GPU_ERROR_BYTES];
 
+    gpu_last_error(model->device, why, sizeof why);
     if (model->comm != NULL)
-        cu_comm_fail(model->comm, why != NULL ? why : "a step failed, and its log says why");
+        cu_comm_fail(model->comm, why[0] != '\0' ? why : "a step failed, and its log says why");
     /* The next step's upload must not meet this one's kernels. */
     pd_status settled = gpu_stream_wait(model->stream);
     (void)settled; /* failed is failed */

@@ -30,6 +30,7 @@ void cu_model_destroy(kern_loaded *model);
 const char *cu_model_describe(const kern_loaded *model);
 uint64_t cu_model_bytes(const kern_loaded *model);
 const char *cu_model_broken(const kern_loaded *model);
+void cu_model_last_error(const kern_loaded *model, char *text, size_t text_size);
 PD_CHECKED pd_status cu_model_pool_alloc(kern_loaded *model, uint64_t piece_bytes,
                                          void **pieces_out);
 void cu_model_pool_free(kern_loaded *model);

@@ -22,5 +22,6 @@ PD_CHECKED pd_status cu_plugin_create(const char *backend, const pd_model_file *
     .abi = KERN_BACKEND_ABI, .struct_bytes = sizeof(kern_backend), .pool_own = true,               \
     .attach = pd_log_init, .locate = cu_plugin_locate, .destroy = cu_model_destroy,                \
     .describe = cu_model_describe, .bytes = cu_model_bytes, .broken = cu_model_broken,             \
-    .pool_alloc = cu_model_pool_alloc, .pool_free = cu_model_pool_free, .bind = cu_model_bind,     \
-    .step = cu_model_step, .seal = cu_model_seal, .check = cu_model_check
+    .last_error = cu_model_last_error, .pool_alloc = cu_model_pool_alloc,                          \
+    .pool_free = cu_model_pool_free, .bind = cu_model_bind, .step = cu_model_step,                 \
+    .seal = cu_model_seal, .check = cu_model_check

@@ -338,3 +338,8 @@ const char *kern_engine_broken(const kern_engine *engine)
 
     return why != NULL ? why : engine->backend->broken(engine->model);
 }
+
+void kern_engine_last_error(const kern_engine *engine, char *text, size_t text_size)
+{
+    engine->backend->last_error(engine->model, text, text_size);
+}

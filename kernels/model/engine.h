@@ -81,7 +81,8 @@ PD_CHECKED pd_status kern_engine_poll(kern_engine *engine, kern_job **job_out);
 /* Makes and checks seals of the bound pool, on any thread, while steps run. */
 pd_sealer kern_engine_sealer(kern_engine *engine);
 
-/* As the backend's describe, bytes and broken. */
+/* As the backend's describe, bytes, broken and last_error. */
 const char *kern_engine_backend(const kern_engine *engine);
 uint64_t kern_engine_bytes(const kern_engine *engine);
 const char *kern_engine_broken(const kern_engine *engine);
+void kern_engine_last_error(const kern_engine *engine, char *text, size_t text_size);

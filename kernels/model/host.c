@@ -119,6 +119,13 @@ static uint64_t host_bytes(const kern_loaded *host)
            (host->tiles == NULL ? 0 : pd_seal_tiles_bytes(host->tiles));
 }
 
+static void host_last_error(const kern_loaded *host, char *text, size_t text_size)
+{
+    (void)host; /* there is no device */
+    if (text_size > 0)
+        text[0] = '\0';
+}
+
 static const char *host_broken(const kern_loaded *host)
 {
     (void)host;
@@ -248,6 +255,7 @@ const kern_backend kern_backend_host = {
     .describe = host_describe,
     .bytes = host_bytes,
     .broken = host_broken,
+    .last_error = host_last_error,
     .bind = host_bind,
     .step = host_step,
     .seal = host_seal,

@@ -235,6 +235,11 @@ static const char *runner_broken(const pd_worker_engine *engine)
     return kern_engine_broken(engine->engine);
 }
 
+static void runner_last_error(const pd_worker_engine *engine, char *text, size_t text_size)
+{
+    kern_engine_last_error(engine->engine, text, text_size);
+}
+
 const pd_worker_engine_ops kern_runner = {
     .shared_bytes = runner_shared_bytes,
     .locate = runner_locate,
@@ -250,5 +255,6 @@ const pd_worker_engine_ops kern_runner = {
     .backend = runner_backend,
     .bytes = runner_bytes,
     .broken = runner_broken,
+    .last_error = runner_last_error,
     .sealer = runner_sealer,
 };

@@ -30,10 +30,11 @@ void device_download(device *d, void *host, const void *memory, size_t bytes);
 void device_finish(device *d);
 void device_clear(device *d); /* waits, frees all memory of the two above */
 
-/* run(d, ctx) once for each way in which the device may run: seeds x copies early or late x orders
- * of warps (three fixed orders of the emulated one, then random ones). Between two runs memory is
- * cleared. What fails names its way. seeds: of the random ones, 1 or more; KVFERRY_FULL=1 in the
- * environment: eight times as many. The real device: once. */
+/* run(d, ctx) in ways in which the emulated device may run: warps forward and copies early, warps
+ * in reverse and copies late, then for each seed warps in random order with copies early and late
+ * (and with every second seed streams late). Between two runs memory is cleared. What fails names
+ * its way. seeds: 1 or more; KVFERRY_FULL=1 in the environment: eight times as many. The real
+ * device: once. */
 void device_each(device *d, unsigned seeds, void (*run)(device *d, void *ctx), void *ctx);
 
 /* For what a device does from now on without device_each: streams run late, or early. The real

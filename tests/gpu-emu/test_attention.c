@@ -484,6 +484,43 @@ static void any_numbers(void **state)
             }
 }
 
+/* Keys that point away, the further on the less: a split's largest score is its last, and the last
+ * split's the largest of all. */
+static float coming(uint64_t *random, uint32_t position, uint32_t column)
+{
+    (void)random, (void)column;
+    return (float)position - 20000;
+}
+
+/* The merge takes 32 splits at a time: contexts of one less, exactly so many, one more, and twice
+ * as many and some. Where all scores are alike each split counts; with `away` the first one's is so
+ * much larger that nothing may be scaled by what comes 32 later, with `coming` the last one's. */
+static void rows_of_more_splits_than_a_merge_takes_at_once(void **state)
+{
+    static const uint32_t positions[] = {7935, 7936, 8191, 8192, 8447, 16383, 16384, 16999};
+    static const value_fn queries[] = {tiny, one, one}, keys[] = {plain, away, coming};
+    static step_plan plan;
+    context c;
+
+    context_make(&c, &(context_options){2, 1, 32, 64, {17000}});
+    for (size_t kind = 0; kind < sizeof keys / sizeof *keys; kind++) {
+        fill(&c, queries[kind], keys[kind], plain);
+        for (int decode = 0; decode < 2; decode++) {
+            plan = (step_plan){.context = &c, .layer = 1, .decode = decode == 1};
+            for (size_t i = 0; i < sizeof positions / sizeof *positions; i++) {
+                if (decode == 1)
+                    add_row(&plan, 0, positions[i]);
+                else if (i % 3 == 0) /* 7935, 8192 and 16384, the last with the row before it */
+                    add_chunk(&plan, 0, positions[i] - (i == 6), positions[i] + 1);
+            }
+            plan.positions_max = positions_of(&plan);
+            attend_and_compare(*state, &plan);
+            device_clear(*state);
+        }
+    }
+    context_free(&c);
+}
+
 /* What every row of a sequence is when it is decoded, and what it must be however it comes. */
 typedef struct twins {
     step_plan plan; /* of the way it comes */
@@ -841,6 +878,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(decode_is_a_softmax_at_every_shape),
         cmocka_unit_test(prefill_is_a_softmax_at_every_shape),
+        cmocka_unit_test(rows_of_more_splits_than_a_merge_takes_at_once),
         cmocka_unit_test(any_numbers),
         cmocka_unit_test(prefill_is_decode_in_every_chunking),
         cmocka_unit_test(few_tiles_or_many_are_the_same),

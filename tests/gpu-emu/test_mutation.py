@@ -3,7 +3,8 @@
 Each cu_sync, cu_sync_warp, cu_async_wait and cu_barrier_wait of kernels/cuda is taken out, one at a
 time; the file is compiled as Meson compiles it (the checked form), the kernel's test linked with it
 and run until its first failure. In the C files above the kernels, each record of an event and each
-wait for one is taken out, and the model's test must notice (its streams run late). At least 90 %
+wait for one or for a stream is taken out, and the test of the model (that of ranks, for what they exchange) must
+notice: its streams run late. At least 90 %
 must be caught. KVFERRY_FULL=1 does all of them, otherwise a few, chosen by KVFERRY_SEED, so that
 runs one after the other come to all.
 """
@@ -31,7 +32,7 @@ CPU_S, LIMIT_S = 30, 400  # of a test; the longest takes half the first, and a m
 CALL = re.compile(
     r"\b(cu_sync\s*\(\s*\)|cu_sync_warp\s*\([^;]*\)|cu_async_wait\s*<[^;]*>\s*\(\s*\)|cu_barrier_wait\s*\([^;]*\))\s*;"
 )
-EVENT = re.compile(r"\bgpu_(?:event_record|event_wait|stream_wait_event)\s*\([^;{}:]*?\)(?=\s*[;:])")
+EVENT = re.compile(r"\bgpu_(?:event_record|event_wait|stream_wait_event|stream_wait)\s*\([^;{}:]*?\)(?=\s*[;:])")
 
 
 def includes(path):
@@ -50,8 +51,8 @@ def includes(path):
 
 
 def program_of(source):
-    """The test of a file: attention_decode.cu's is test_gpu_attention_checked; None: it is not built."""
-    name = f"{source.stem.split('_')[0]}_checked" if source.suffix == ".cu" else "model"
+    """The test of a file: attention_decode.cu's is test_gpu_attention_checked, what ranks exchange has theirs; None: it is not built."""
+    name = f"{source.stem.split('_')[0]}_checked" if source.suffix == ".cu" else "ranks" if source.stem == "comm" else "model"
     exe = BUILD / "tests" / "gpu-emu" / f"test_gpu_{name}"
     return exe if exe.exists() else None
 

@@ -6,6 +6,7 @@
 #include "kernels/cuda/comm.h"
 #include "kernels/cuda/launch.h"
 #include "kernels/cuda/model.h"
+#include "kernels/sum_tree.h"
 #include "tests/gpu-emu/device.h"
 #include "tests/unit/kernels/rank_processes.h"
 #include "tests/unit/kernels/tiny_model.h"
@@ -16,6 +17,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,6 +36,8 @@
 #define SOON_NS   (5 * PD_NS_PER_S)
 /* of a gather through memory, so that most take several */
 #define PART_BYTES 4096
+/* how long a rank is held back, unless what it would have to be waited for has happened before */
+#define HOLD_MS 300
 
 /* four KV heads and whole 32-blocks of ffn for each, so that it splits over 2 and 4 ranks; three
  * layers in groups of two */
@@ -59,6 +63,7 @@ static const tiny_shape shape = {.hidden = 128,
 typedef struct truth {
     float logits[TOKENS][VOCAB];
     uint32_t tokens[TOKENS]; /* drawn after each that was decoded */
+    atomic_uint announced;   /* groups, in a case's first step */
 } truth;
 
 static pd_model_file *file;
@@ -79,6 +84,33 @@ typedef struct member {
     float (*logits)[VOCAB];
 } member;
 
+/* ---- a rank that is held back ---- */
+
+static uint32_t hold_after; /* so many barriers from now; 0: not at all */
+
+/* Of a step's first layers, where ranks exchange through memory: a barrier a part. */
+static uint32_t barriers_of_layers(uint32_t layers, uint32_t ranks, uint32_t rows)
+{
+    uint64_t node = (uint64_t)rows * shape.hidden * sizeof(float);
+    uint64_t term = kern_nodes_most(shape.kv_heads, ranks) * node;
+    uint64_t output = (2 * term + PART_BYTES - 1) / PART_BYTES; /* two terms: it is quantised */
+    uint64_t down = (term + PART_BYTES - 1) / PART_BYTES;
+
+    return (uint32_t)(layers * (output + down));
+}
+
+static bool barrier_and_hold(kern_comm *comm)
+{
+    bool met = kern_comm_barrier(comm);
+
+    if (hold_after > 0 && --hold_after == 0)
+        for (uint32_t ms = 0; ms < HOLD_MS && atomic_load(&one->announced) < 2; ms++)
+            usleep(1000);
+    return met;
+}
+
+static kern_comm_calls calls; /* as ever, but for the barrier */
+
 /* ---- a case's processes ---- */
 
 static cu_model_settings settings_of(void)
@@ -95,7 +127,7 @@ static kern_backend_options options_of(const member *m)
                                   .rank = m->rank,
                                   .ranks = m->ranks,
                                   .comm = m->process->comm,
-                                  .comm_calls = &kern_comm_calls_here};
+                                  .comm_calls = &calls};
 }
 
 static pd_kv_layout layout_of(uint32_t ranks)
@@ -154,6 +186,9 @@ static void leave(member *m)
 
 static void run_case(uint32_t ranks, bool late, rank_process_body *body)
 {
+    calls = kern_comm_calls_here;
+    calls.barrier = barrier_and_hold;
+    atomic_store(&one->announced, 0);
     rank_processes_run(late ? "streams late" : "streams early", ranks,
                        kern_comm_own_bytes() + cu_comm_bytes(ranks, PART_BYTES), body,
                        late ? &late : NULL);
@@ -188,6 +223,7 @@ static void look(void *ctx, uint32_t group)
         device_download(w->m->device, w->seen + rank * layout->rank_bytes + group_at(layout, group),
                         (unsigned char *)w->m->pieces[rank] + group_at(layout, group),
                         group_bytes(layout, group));
+    atomic_fetch_add(&one->announced, 1);
 }
 
 static pd_status step(member *m, uint32_t position, uint32_t count, bool logits, watch *w,
@@ -221,7 +257,9 @@ static void download(member *m, unsigned char *out)
 }
 
 /* A chunk without logits, one with, and tokens one by one; rank 0 sees every group in all pieces as
- * it is announced. */
+ * it is announced. In the chunk without logits nothing is left to be exchanged after the last
+ * layer's K and V: there the last rank is held back before it writes them, so that one that is not
+ * waited for is one that is missed. */
 static void run_text(member *m, uint32_t *tokens_out)
 {
     unsigned char *after = pd_calloc(1, m->layout.pool_bytes);
@@ -231,8 +269,13 @@ static void run_text(member *m, uint32_t *tokens_out)
         if (at == CHUNK)
             count = PROMPT - CHUNK;
         NEED(m->ranks == 1 || kern_comm_barrier(m->process->comm)); /* as a plan is told */
+        if (at == 0 && m->ranks > 1 && m->rank + 1 == m->ranks)
+            hold_after = barriers_of_layers(shape.layers - 1, m->ranks, count);
         NEED(step(m, at, count, at > 0, m->rank == 0 ? &w : NULL,
                   at >= PROMPT ? &tokens_out[at] : NULL) == PD_OK);
+        NEED(hold_after == 0 || !gpu_info_of(cu_model_gpu(m->model))->emulated);
+        hold_after = 0;
+        NEED(m->ranks == 1 || kern_comm_barrier(m->process->comm)); /* all have written theirs */
         if (m->rank > 0)
             continue;
         NEED(w.groups == m->layout.groups);

@@ -17,6 +17,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 import cluster as cl  # noqa: E402
 
 DEVICE = os.environ.get("KVFERRY_GPU_DEVICE", "cuda")
+LANE = os.environ.get("KVFERRY_GPU_LANE", "")  # what must carry blocks; "": whatever does
 JUDGE = os.path.join(cl.BUILD, "tests", "gpu", "tokens")
 TOKENS = 24
 LENGTHS = (5, 70, 300, 700)  # of prompts: also more than a chunk of 256, and than attention's splits of 256 and 512
@@ -104,6 +105,18 @@ def test_every_token_is_the_references(cluster, model):
     assert together == alone  # whatever the company, and by the prefix cache
     cl.wait_until(lambda: cluster.metric("kvferry_shipped_bytes_total") > 0, 20, "nothing was shipped")
     assert cluster.metric("kvferry_seal_failures_total") == 0 and cluster.metric("kvferry_refetches_total") == 0
+
+
+@on_the_device
+@pytest.mark.skipif(not LANE, reason="this UCX has no cuda_ipc, or tests/gpu/run did not say that it has")
+def test_blocks_go_by_that_lane(cluster):
+    """And not through host memory, which would carry them as well."""
+    prompt = [7] * 70
+    cluster.complete(prompt, 4, ignore_eos=True)
+    lanes = {name: cluster.worker(name)["lanes"] for name in ("prefill-0", "decode-0")}
+    assert LANE in re.split(r"[+ =]", lanes["prefill-0"] or ""), lanes
+    for path, text in cluster.logs().items():
+        assert "through host memory" not in text, path
 
 
 @on_the_device

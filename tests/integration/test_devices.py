@@ -3,6 +3,7 @@ be had ends `kvferry up` with the reason."""
 
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -98,6 +99,71 @@ def test_a_device_that_fails_for_good_ends_its_worker_and_costs_no_token(plain, 
         assert len([path for path, text in one.logs().items() if why in text]) == 1
         cl.wait_until(lambda: len(one.workers()) == 3 and all(w["state"] == "ready" for w in one.workers()), 30, one.workers)
         assert len([w for w in one.workers() if w["incarnation"] != before[w["name"]]]) == 1
+
+
+def fails_until_its_worker_ends(one, path, fault):
+    """Asks while the device fails so, until the supervisor says that the worker has ended; what it ended of, and how often was asked."""
+    said = "what computes keeps failing: this worker ends backend=cuda the host in disguise reason="
+
+    def watch():
+        cl.wait_until(lambda: said in one.logs()["logs/supervisor.log"], 60 * cl.SLOW, "it fails everything, and goes on")
+        path.unlink()
+
+    path.write_text(fault)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    asked = 0
+    while watcher.is_alive():
+        asked += 1
+        one.stream(f"{asked} {PROMPTS[0]}", 6, ignore_eos=True)
+    watcher.join()
+    lines = [line for line in one.logs()["logs/supervisor.log"].splitlines() if said in line]
+    assert len(lines) == 1 and "the device's last error: a copy failed, as the test has it" in lines[0], lines
+    cl.wait_until(lambda: len(one.workers()) == 2 and all(w["state"] == "ready" for w in one.workers()), 30 * cl.SLOW, one.workers)
+    return lines[0].split(said)[1], asked
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+@pytest.mark.parametrize("fault, why", [("nomem", "1 steps in a row failed, the last with no_memory; "), ("internal", "steps in a row failed, the last with internal; ")])
+def test_a_device_that_fails_every_step_and_is_not_lost_ends_its_worker(monkeypatch, tmp_path, victim, fault, why):
+    """Nothing says that the device is lost: that it fails whoever asks does."""
+    monkeypatch.setenv("KVFERRY_TEST_FAIL", str(tmp_path / "fails"))
+    install(monkeypatch, tmp_path, "works")
+    with cl.Cluster(workers=2, ratio="1:1", prefill={"device": "cuda"}, decode={"device": "cuda"}) as one:
+        expected = one.complete(PROMPTS[0], 6, ignore_eos=True).token_ids
+        before = {worker["name"]: worker["incarnation"] for worker in one.workers()}
+        reason, asked = fails_until_its_worker_ends(one, tmp_path / f"fails.{victim}-0", fault)
+        assert why in reason and asked <= 6, (asked, reason)
+        assert [w["name"] for w in one.workers() if w["incarnation"] != before[w["name"]]] == [f"{victim}-0"]
+        assert one.complete(PROMPTS[0], 6, ignore_eos=True).token_ids == expected
+
+
+def test_a_request_that_no_step_can_compute_ends_no_worker(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVFERRY_TEST_FAIL", str(tmp_path / "fails"))
+    install(monkeypatch, tmp_path, "works")
+    with cl.Cluster(workers=2, ratio="1:1", prefill={"device": "cuda"}, decode={"device": "cuda"}) as one:
+        before = {worker["name"]: worker["incarnation"] for worker in one.workers()}
+        good, bad = [7, 8, 9], [7, 8, 777]
+        expected = one.complete(good, 6, ignore_eos=True).token_ids
+        assert 777 not in expected
+        for name in before:
+            (tmp_path / f"fails.{name}").write_text("token 777")
+        for _ in range(6):
+            assert one.stream(bad, 6, ignore_eos=True).error is not None
+            answer = one.stream(good, 6, ignore_eos=True)
+            assert answer.error is None and answer.token_ids == expected
+        assert {worker["name"]: worker["incarnation"] for worker in one.workers()} == before
+
+
+def test_landed_blocks_that_the_device_cannot_read_are_not_called_damaged(monkeypatch, tmp_path):
+    """It is this worker's trouble: nothing is fetched again, and where it stays the worker ends."""
+    monkeypatch.setenv("KVFERRY_TEST_FAIL", str(tmp_path / "fails"))
+    install(monkeypatch, tmp_path, "works")
+    with cl.Cluster(workers=2, ratio="1:1", prefill={"device": "cuda"}, decode={"device": "cuda"}) as one:
+        reason, _ = fails_until_its_worker_ends(one, tmp_path / "fails.decode-0", "check")
+        assert "checks of landed blocks in a row failed, the last with internal; " in reason
+        assert not any("does not match" in text for text in one.logs().values())
+        assert one.metric("kvferry_refetches_total") == 0 and one.metric("kvferry_seal_failures_total") == 0
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,10 @@ static pd_status alloc(gpu *g, uint64_t bytes, bool host, void **memory_out)
     void *memory = emu_memory_alloc(g->memory, bytes, host);
     emu_memory_unlock();
     if (memory == NULL) {
-        pd_log_error("msg=\"emulated gpu: out of memory\" bytes=%llu", (unsigned long long)bytes);
+        char text[GPU_ERROR_BYTES];
+        snprintf(text, sizeof text, "out of memory (%llu bytes)", (unsigned long long)bytes);
+        emu_remember(g, text);
+        pd_log_error("msg=\"emulated gpu: %s\"", text);
         return PD_E_NOMEM;
     }
     *memory_out = memory;

@@ -143,6 +143,20 @@ void emu_memory_unlock(void)
     pthread_mutex_unlock(&q.memory);
 }
 
+void emu_remember(gpu *g, const char *text)
+{
+    pthread_mutex_lock(&q.lock);
+    snprintf(g->last, sizeof g->last, "%s", text);
+    pthread_mutex_unlock(&q.lock);
+}
+
+void gpu_last_error(gpu *g, char *text, size_t text_size)
+{
+    pthread_mutex_lock(&q.lock);
+    snprintf(text, text_size, "%s", g->last);
+    pthread_mutex_unlock(&q.lock);
+}
+
 pd_status emu_break(gpu *g, const char *format, ...)
 {
     char why[sizeof q.found];
@@ -156,6 +170,7 @@ pd_status emu_break(gpu *g, const char *format, ...)
     first = !g->broken;
     if (first)
         memcpy(g->why, why, sizeof g->why);
+    snprintf(g->last, sizeof g->last, "%.*s", GPU_ERROR_BYTES - 1, why);
     g->broken = true;
     if (q.found[0] == '\0')
         memcpy(q.found, why, sizeof q.found);

@@ -16,6 +16,7 @@ struct gpu {
     uint32_t streams;
     bool broken;
     char why[1024];
+    char last[GPU_ERROR_BYTES]; /* under the queue's lock, as broken and why */
 };
 
 /* The first device needs the threads, the last one ends them. */
@@ -28,5 +29,7 @@ void emu_memory_unlock(void);
 
 /* Waits until nothing of g is queued or runs. */
 void emu_queue_drain(gpu *g);
+/* For gpu_last_error. */
+void emu_remember(gpu *g, const char *text);
 /* The device is broken for good, logged once. Returns PD_E_INTERNAL. */
 pd_status emu_break(gpu *g, const char *format, ...) __attribute__((format(printf, 2, 3)));

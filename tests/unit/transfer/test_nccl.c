@@ -24,6 +24,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+/* Where somebody hangs: long enough for a connection to be made on a machine whose cores are busy
+ * with other things (over tcp that was more than a second with UCX 1.22), for that is given up alike.
+ */
+#define STALL_MS 3000
+
 /* By what words go: "nccl" or "nccl-tcp"; the state of the test that runs. */
 static const char *messages;
 
@@ -182,7 +187,7 @@ static void a_fault_of_nccl_brings_the_peer_down_in_time(void **state)
 {
     static const char *const faults[] = {"init-hangs",   "init-fails",  "async-error",
                                          "stream-hangs", "stream-half", "calls-hang"};
-    pd_transfer *transfer = nccl_create(1000, 0);
+    pd_transfer *transfer = nccl_create(STALL_MS, 0);
     uint64_t random = 12;
     (void)state;
     for (size_t i = 0; i < 2 * (sizeof faults / sizeof *faults); i++) {
@@ -431,7 +436,7 @@ static void what_is_closed_is_written_no_more(void **state)
                                          "0:stream-hangs,1:stream-late", "0:calls-hang"};
     (void)state;
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
-        pd_transfer *from = nccl_create(1000, 0), *to = nccl_create(20000, 0);
+        pd_transfer *from = nccl_create(STALL_MS, 0), *to = nccl_create(20000, 0);
         set_faults(faults[i]);
         pd_peer peer = connect_both(from, to, 1);
         put_one(from, peer);
@@ -449,7 +454,7 @@ static void a_receiver_that_may_still_write_is_not_closed(void **state)
 {
     uint64_t random = 16;
     (void)state;
-    pd_transfer *transfer = nccl_create(1000, 0);
+    pd_transfer *transfer = nccl_create(STALL_MS, 0);
     for (int killed = 0; killed < 2; killed++) {
         set_faults("0:error-after,1:stream-hangs");
         receiver r = receiver_start(messages);

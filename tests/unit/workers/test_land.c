@@ -18,6 +18,7 @@ typedef struct bench {
     pd_landing landing;
     pd_block blocks[BLOCKS];
     uint32_t refetches;
+    uint64_t ticket; /* of the latest check */
     uint64_t now_ns;
 } bench;
 
@@ -49,6 +50,7 @@ static void begin(bench *b, uint32_t groups)
 
 static pd_land_result arrive(bench *b, uint32_t group, uint32_t again)
 {
+    const uint64_t seals[BLOCKS] = {0};
     const pd_notice notice = {.kind = PD_NOTICE_BLOCKS,
                               .key = {1, 2, 3},
                               .sender = SENDER,
@@ -58,7 +60,8 @@ static pd_land_result arrive(bench *b, uint32_t group, uint32_t again)
                               .slices = 1,
                               .count = BLOCKS,
                               .valid_tokens = BLOCK_TOKENS,
-                              .again = again};
+                              .again = again,
+                              .seals = b->options.seals ? seals : NULL};
 
     return pd_land_on_notice(&b->lander, &b->landing, &notice, b->now_ns);
 }
@@ -67,6 +70,45 @@ static void end(bench *b)
 {
     pd_landing_fini(&b->landing);
     pd_lander_fini(&b->lander);
+}
+
+static pd_status on_verify(void *ctx, const pd_check *check)
+{
+    bench *b = ctx;
+
+    b->ticket = check->ticket;
+    return PD_OK;
+}
+
+/* The same answer of a device that fails and of one that finds other bytes, but for the reason. */
+static pd_land_result checked(bench *b, pd_status unchecked)
+{
+    const pd_checked answer = {
+        .ticket = b->ticket, .unchecked = unchecked, .bad_block = BLOCKS - 1};
+    pd_landing *landing;
+
+    return pd_land_on_checked(&b->lander, &answer, &landing);
+}
+
+static void what_cannot_be_compared_here_is_not_asked_for_again(void **state)
+{
+    (void)state;
+    bench b;
+
+    begin(&b, 1);
+    b.options.seals = true;
+    b.sink.verify = on_verify;
+    assert_int_equal(arrive(&b, 0, 0), PD_LAND_PART);
+    assert_int_equal(checked(&b, PD_E_INTERNAL), PD_LAND_UNCHECKED);
+    assert_int_equal(b.refetches, 0);
+    end(&b);
+    begin(&b, 1);
+    b.options.seals = true;
+    b.sink.verify = on_verify;
+    assert_int_equal(arrive(&b, 0, 0), PD_LAND_PART);
+    assert_int_equal(checked(&b, PD_OK), PD_LAND_PART);
+    assert_int_equal(b.refetches, 1); /* where bytes are wrong they are */
+    end(&b);
 }
 
 static void what_is_missing_is_asked_for_once(void **state)
@@ -251,6 +293,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_is_missing_is_asked_for_once),
+        cmocka_unit_test(what_cannot_be_compared_here_is_not_asked_for_again),
         cmocka_unit_test(more_than_can_be_asked_for_may_still_come),
         cmocka_unit_test(what_was_written_and_did_not_come_is_asked_for_at_once),
         cmocka_unit_test(what_is_lost_twice_is_broken),

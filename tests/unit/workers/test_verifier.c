@@ -160,6 +160,7 @@ static void the_first_mismatch_is_named(void **state)
         assert_int_equal(pd_verifier_submit(verifier, &s.check), PD_OK);
         pd_checked checked = wait_for(verifier);
         assert_false(checked.good);
+        assert_int_equal(checked.unchecked, PD_OK);
         assert_int_equal(checked.bad_group,
                          s.check.group_first + bad / s.check.slices / s.check.count);
         assert_int_equal(checked.bad_block, s.check.first + bad / s.check.slices % s.check.count);
@@ -192,6 +193,37 @@ static void what_the_key_says_counts(void **state)
         }
         assert_int_equal(pd_verifier_submit(verifier, &s.check), PD_OK);
         assert_false(wait_for(verifier).good);
+    }
+    pd_verifier_destroy(verifier);
+}
+
+/* A device that fails, between two that compare. */
+static pd_status check_fails(void *ctx, const pd_seal_item *items, uint32_t count,
+                             const uint64_t *seals, uint32_t *bad_out)
+{
+    (void)items, (void)seals;
+    *bad_out = count; /* whatever it left there is not to be looked at */
+    return *(const pd_status *)ctx;
+}
+
+static void a_check_that_could_not_be_made_says_so_and_not_that_bytes_are_wrong(void **state)
+{
+    pd_status fails = PD_E_INTERNAL;
+    pd_verifier_options options = {.layout = &layout,
+                                   .sealer = {.ctx = &fails, .check = check_fails}};
+    pd_verifier *verifier = NULL;
+    sealed s;
+
+    (void)state;
+    assert_int_equal(pd_verifier_create(&options, &verifier), PD_OK);
+    make_check(&s, 1, 1, 2, 1);
+    for (int round = 0; round < 2; round++) {
+        fails = round == 0 ? PD_E_INTERNAL : PD_E_NOMEM;
+        assert_int_equal(pd_verifier_submit(verifier, &s.check), PD_OK);
+        pd_checked checked = wait_for(verifier);
+        assert_false(checked.good);
+        assert_int_equal(checked.unchecked, fails);
+        assert_true(checked.request == pd_ship_seal_request(&s.check.key));
     }
     pd_verifier_destroy(verifier);
 }
@@ -302,6 +334,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(matching_blocks_are_good_for_every_split),
+        cmocka_unit_test(a_check_that_could_not_be_made_says_so_and_not_that_bytes_are_wrong),
         cmocka_unit_test(the_first_mismatch_is_named),
         cmocka_unit_test(what_the_key_says_counts),
         cmocka_unit_test(a_full_queue_refuses_and_every_answer_taken_makes_room),

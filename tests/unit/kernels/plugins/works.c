@@ -18,8 +18,11 @@ static int probe(uint32_t device, char *reason, size_t reason_size)
     return device < 2 ? 100 : 0;
 }
 
+static char worker[64]; /* its name */
+
 static void attach(const char *service, pd_log_level level)
 {
+    snprintf(worker, sizeof worker, "%s", service);
     pd_log_init(service, level);
     pd_log_info("msg=\"attached\"");
 }
@@ -108,12 +111,62 @@ static pd_status bind(kern_loaded *model, const pd_kv_layout *layout, void *pool
     return kern_backend_host.bind(model, layout, pool, seals);
 }
 
+/* Fails as long as there is a file KVFERRY_TEST_FAIL.WORKER, and is not lost: "nomem" and
+ * "internal" every step, "token N" those with that token, "check" the checks of what has landed. */
+static bool fails(const char *word, char *rest, size_t rest_size)
+{
+    const char *where = getenv("KVFERRY_TEST_FAIL");
+    char path[512], text[64] = "";
+
+    snprintf(path, sizeof path, "%s.%s", where == NULL ? "" : where, worker);
+    FILE *file = where == NULL ? NULL : fopen(path, "r");
+
+    if (file == NULL)
+        return false;
+    if (fgets(text, sizeof text, file) == NULL)
+        text[0] = '\0';
+    fclose(file);
+    if (strncmp(text, word, strlen(word)) != 0)
+        return false;
+    snprintf(rest, rest_size, "%s", text + strlen(word));
+    return true;
+}
+
+static bool has_token(const kern_backend_step *what, uint32_t token)
+{
+    for (uint32_t i = 0; i < what->slices_count; i++) {
+        for (uint32_t j = 0; j < what->slices[i].slice.count; j++) {
+            if (what->slices[i].slice.tokens[j] == token)
+                return true;
+        }
+    }
+    return false;
+}
+
+static void last_error(const kern_loaded *model, char *text, size_t text_size)
+{
+    char rest[64];
+
+    (void)model;
+    bool failed = fails("nomem", rest, sizeof rest) || fails("internal", rest, sizeof rest) ||
+                  fails("check", rest, sizeof rest);
+    snprintf(text, text_size, "%s", failed ? "a copy failed, as the test has it" : "");
+}
+
 static pd_status step(kern_loaded *model, const kern_backend_step *what)
 {
+    char rest[64];
+
     const char *path = getenv("KVFERRY_TEST_BREAK");
 
     if (path != NULL && unlink(path) == 0)
         atomic_store(&is_broken, true);
+    if (fails("nomem", rest, sizeof rest))
+        return PD_E_NOMEM;
+    if (fails("internal", rest, sizeof rest))
+        return PD_E_INTERNAL;
+    if (fails("token", rest, sizeof rest) && has_token(what, (uint32_t)strtoul(rest, NULL, 10)))
+        return PD_E_INTERNAL;
     return atomic_load(&is_broken) ? PD_E_INTERNAL : kern_backend_host.step(model, what);
 }
 
@@ -126,6 +179,10 @@ static pd_status seal(kern_loaded *model, const pd_seal_item *items, uint32_t co
 static pd_status check(kern_loaded *model, const pd_seal_item *items, uint32_t count,
                        const uint64_t *seals, uint32_t *bad_out)
 {
+    char rest[64];
+
+    if (fails("check", rest, sizeof rest))
+        return PD_E_INTERNAL;
     return kern_backend_host.check(model, items, count, seals, bad_out);
 }
 
@@ -151,6 +208,7 @@ const kern_backend kern_backend_plugin = {
     .describe = describe,
     .bytes = bytes,
     .broken = broken,
+    .last_error = last_error,
     .pool_alloc = pool_alloc,
     .pool_free = pool_free,
     .bind = bind,
