@@ -30,6 +30,8 @@ void sim_suspects_see_given(sim_router *router, const sim_worker *worker, const 
             given->left = true;
         return;
     }
+    if (given != NULL && given->killer != 0)
+        return; /* dead already, and that is remembered */
     if (given == NULL)
         given = &request->given[request->given_count++ % SIM_GIVEN_MAX];
     *given = (sim_given){
