@@ -612,12 +612,23 @@ static void go_on_draining(worker *w, uint64_t now_ns)
     }
 }
 
+/* Seals are made of what a step has written: no request is to blame for one that cannot be. */
+static bool cannot_seal(worker *w)
+{
+    pd_ship_stats s = pd_ship_read_stats(w->setup.shipper);
+
+    if (s.seals_failed < PD_TROUBLE_CULPRITS && s.seal_status != PD_E_NOMEM)
+        return false;
+    end_in_trouble(w, "seals of blocks that leave", s.seal_status, s.seals_failed);
+    return true;
+}
+
 static void on_tick(void *ctx)
 {
     worker *w = ctx;
     uint64_t now_ns = pd_clock_now_ns();
 
-    if (is_broken(w))
+    if (is_broken(w) || cannot_seal(w))
         return;
     fence_again(w);
     w->ops->on_tick(w->core, now_ns);

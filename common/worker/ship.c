@@ -588,6 +588,8 @@ static pd_status part_seal(pd_shipper *shipper, const pd_ship_puts *p, uint32_t 
     }
     pd_status status = sealer->seal(sealer->ctx, shipper->seal_items, n, seals);
     shipper->stats.seal_ns += pd_clock_now_ns() - start_ns;
+    shipper->stats.seal_status = status;
+    shipper->stats.seals_failed = status == PD_OK ? 0 : shipper->stats.seals_failed + 1;
     return status;
 }
 

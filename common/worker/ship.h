@@ -67,8 +67,10 @@ PD_CHECKED pd_status pd_ship_poll(pd_shipper *shipper, pd_transfer_event *event_
 /* Sums since the start, of parts that landed. */
 typedef struct pd_ship_stats {
     uint64_t shipments, parts, puts, bytes;
-    uint64_t wire_ns; /* first put to all landed */
-    uint64_t post_ns; /* of that, spent posting: goal is a tenth at most */
-    uint64_t seal_ns; /* sealing, while the puts were under way */
+    uint64_t wire_ns;      /* first put to all landed */
+    uint64_t post_ns;      /* of that, spent posting: goal is a tenth at most */
+    uint64_t seal_ns;      /* sealing, while the puts were under way */
+    uint32_t seals_failed; /* parts in a row whose seals the device could not make */
+    pd_status seal_status; /* of the last of them; PD_OK: the last part was sealed */
 } pd_ship_stats;
 pd_ship_stats pd_ship_read_stats(const pd_shipper *shipper);

@@ -448,8 +448,8 @@ static void fail_step(kern_loaded *model)
     if (model->comm != NULL)
         cu_comm_fail(model->comm, why[0] != '\0' ? why : "a step failed, and its log says why");
     /* The next step's upload must not meet this one's kernels. */
-    pd_status settled = gpu_stream_wait(model->stream);
-    (void)settled; /* failed is failed */
+    pd_status settled = gpu_stream_wait(model->stream); /* after a failure */
+    (void)settled;                                      /* failed is failed */
 }
 
 pd_status cu_model_step(kern_loaded *model, const kern_backend_step *step)

@@ -50,7 +50,7 @@ void cu_stage_destroy(cu_stage *stage)
     if (stage == NULL)
         return;
     if (stage->stream != NULL) {
-        pd_status ignored = gpu_stream_wait(stage->stream); /* logged; the memory goes anyway */
+        pd_status ignored = gpu_stream_wait(stage->stream); /* after a failure: logged */
         (void)ignored;
     }
     for (uint32_t i = 0; i < PIECES; i++) {

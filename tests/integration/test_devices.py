@@ -166,6 +166,14 @@ def test_landed_blocks_that_the_device_cannot_read_are_not_called_damaged(monkey
         assert one.metric("kvferry_refetches_total") == 0 and one.metric("kvferry_seal_failures_total") == 0
 
 
+def test_a_device_that_can_make_no_seals_ends_its_worker(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVFERRY_TEST_FAIL", str(tmp_path / "fails"))
+    install(monkeypatch, tmp_path, "works")
+    with cl.Cluster(workers=2, ratio="1:1", prefill={"device": "cuda"}, decode={"device": "cuda"}) as one:
+        reason, _ = fails_until_its_worker_ends(one, tmp_path / "fails.prefill-0", "seal")
+        assert "seals of blocks that leave in a row failed, the last with internal; " in reason
+
+
 @pytest.mark.parametrize(
     "name, device, why",
     [

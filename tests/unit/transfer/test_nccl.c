@@ -25,7 +25,8 @@
 #include <unistd.h>
 
 /* Where somebody hangs: long enough for a connection to be made on a machine whose cores are busy
- * with other things (over tcp that was more than a second with UCX 1.22), for that is given up alike.
+ * with other things (over tcp that was more than a second with UCX 1.22), for that is given up
+ * alike.
  */
 #define STALL_MS 3000
 

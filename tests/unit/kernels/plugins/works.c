@@ -112,7 +112,8 @@ static pd_status bind(kern_loaded *model, const pd_kv_layout *layout, void *pool
 }
 
 /* Fails as long as there is a file KVFERRY_TEST_FAIL.WORKER, and is not lost: "nomem" and
- * "internal" every step, "token N" those with that token, "check" the checks of what has landed. */
+ * "internal" every step, "token N" those with that token, "check" the checks of what has landed,
+ * "seal" the seals of what leaves. */
 static bool fails(const char *word, char *rest, size_t rest_size)
 {
     const char *where = getenv("KVFERRY_TEST_FAIL");
@@ -149,7 +150,7 @@ static void last_error(const kern_loaded *model, char *text, size_t text_size)
 
     (void)model;
     bool failed = fails("nomem", rest, sizeof rest) || fails("internal", rest, sizeof rest) ||
-                  fails("check", rest, sizeof rest);
+                  fails("check", rest, sizeof rest) || fails("seal", rest, sizeof rest);
     snprintf(text, text_size, "%s", failed ? "a copy failed, as the test has it" : "");
 }
 
@@ -173,6 +174,10 @@ static pd_status step(kern_loaded *model, const kern_backend_step *what)
 static pd_status seal(kern_loaded *model, const pd_seal_item *items, uint32_t count,
                       uint64_t *seals_out)
 {
+    char rest[64];
+
+    if (fails("seal", rest, sizeof rest))
+        return PD_E_INTERNAL;
     return kern_backend_host.seal(model, items, count, seals_out);
 }
 
