@@ -658,7 +658,7 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
         return;
     }
     if (message->kind == PD_MSG_SHIP_AGAIN && !pd_routers_live(&core->routers, key->router)) {
-        pd_source_asked(&core->source, key, &core->routers, now_ns); /* for one that is lost */
+        pd_source_asked(&core->source, key, 0, &core->routers, now_ns); /* for one that is lost */
         return;
     }
     if (key != NULL && (key->router != router || key->number == 0)) {

@@ -129,7 +129,7 @@ void decode_landing_on_transfer(pd_role_core *core, const pd_transfer_event *eve
     if (notice.kind == PD_NOTICE_ABORT)
         on_abort(core, &notice);
     else if (notice.kind == PD_NOTICE_ASK)
-        pd_source_asked(&core->source, &notice.key, &core->routers, now_ns);
+        pd_source_asked(&core->source, &notice.key, notice.sender, &core->routers, now_ns);
     else if (notice.kind == PD_NOTICE_WRITTEN)
         on_written(core, &notice, now_ns);
     else

@@ -40,9 +40,11 @@ static bool puts_outstanding(pd_role_core *core, const prefill_request *r)
 {
     /* A closed link has nothing under way, whatever was reported; and until it is closed, a put
      * that was reported as failed may still be written. */
-    bool writing = r->sent < r->posted || (r->status == PD_E_PEER && r->posted > 0);
+    const pd_link *link = pd_links_by_tag(&core->links, r->link_tag);
 
-    return writing && pd_links_by_tag(&core->links, r->link_tag) != NULL;
+    if (link == NULL || r->posted == 0)
+        return false;
+    return r->sent < r->posted || r->status == PD_E_PEER || link->state == PD_LINK_CLOSING;
 }
 
 static void say_last_word(pd_role_core *core, prefill_request *r)
@@ -59,7 +61,7 @@ static void say_last_word(pd_role_core *core, prefill_request *r)
     if (r->unclosed)
         pd_last_words_never(&core->words, r->receiver, &r->key);
     else
-        pd_last_words_owe(&core->words, r->receiver, &r->key);
+        pd_last_words_owe(&core->words, r->receiver, &r->key, r->posted == 0);
 }
 
 static void forget(pd_role_core *core, prefill_request *r)

@@ -118,10 +118,11 @@ static void prefill_destroy(pd_role_core *core)
 static void refuse(pd_role_core *core, const pd_msg_prefill_request *asked, const pd_link *link,
                    pd_status status, const char *reason)
 {
-    prefill_request r = {.key = asked->key,
-                         .status = status,
-                         .reason = reason,
-                         .may_land = pd_last_words_owes(&core->words, &asked->key)};
+    prefill_request r = {
+        .key = asked->key,
+        .status = status,
+        .reason = reason,
+        .may_land = pd_last_words_owes(&core->words, &asked->key, asked->decode_incarnation)};
 
     core->counters.refused++;
     pd_last_words_end(&core->words, &asked->key);
@@ -130,7 +131,7 @@ static void refuse(pd_role_core *core, const pd_msg_prefill_request *asked, cons
     if (asked->ship && link != NULL)
         pd_last_words_abort(&core->words, link, &asked->key);
     else if (asked->ship)
-        pd_last_words_owe(&core->words, asked->decode_incarnation, &asked->key);
+        pd_last_words_owe(&core->words, asked->decode_incarnation, &asked->key, true);
     prefill_say_done(core, &r);
 }
 
@@ -238,7 +239,7 @@ static void on_ship_again(pd_role_core *core, const pd_msg_ship_again *asked, ui
     if (r == NULL) {
         prefill_request unknown = {.key = asked->key, .again = 1, .status = PD_E_NOT_FOUND};
         unknown.reason = "its copies are gone";
-        unknown.may_land = pd_last_words_say_again(&core->words, &asked->key);
+        unknown.may_land = pd_last_words_say_again(&core->words, &asked->key, 0);
         pd_last_words_end(&core->words, &asked->key);
         prefill_say_done(core, &unknown);
         return;

@@ -215,6 +215,7 @@ static void answer_stranger(router_core *core, const char *from, const pd_messag
     pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT,
                        .router_heartbeat = {.router = core->router}};
     if (router_cluster_gave_up(core->cluster, message->heartbeat.incarnation)) {
+        router_requests_not_dead(core->requests, message->heartbeat.incarnation);
         beat = (pd_message){.kind = PD_MSG_REFUSED, .refused.anew = true};
         snprintf(beat.refused.reason, sizeof beat.refused.reason,
                  "incarnation %016" PRIx64 " was given up: start the worker anew",

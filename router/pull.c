@@ -240,7 +240,7 @@ void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_
                     router_request_worker(t, r->prefill)->hello.name, refetch->group,
                     refetch->first_block, refetch->count, r->pull.again.count);
     if (!router_again_may(&r->pull.again, refetch)) {
-        end_pull(t, r, r->pull.open, "blocks came wrong twice");
+        end_pull(t, r, r->pull.open || r->pull.may_land, "blocks came wrong twice");
         return;
     }
     pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
@@ -250,7 +250,7 @@ void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_
                                          .count = refetch->count}};
     t->o.counters->refetches++;
     if (!router_request_send(t, r->pull.slot, &message)) {
-        end_pull(t, r, r->pull.open, "the source does not take messages");
+        end_pull(t, r, r->pull.open || r->pull.may_land, "the source does not take messages");
         return;
     }
     router_again_sent(&r->pull.again, refetch);

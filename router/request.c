@@ -752,6 +752,7 @@ static bool blame(router_requests *t, router_request *r, const loss *lost, uint6
     bool alone = (lost->computed > 0 ? lost->computed : lost->perhaps) == 1;
     uint64_t incarnation = router_request_worker(t, lost->slot)->hello.incarnation;
     const router_death death = {.worker = lost->name,
+                                .incarnation = incarnation,
                                 .alone = alone,
                                 .explained = router_request_is_explained(t, incarnation, now_ns),
                                 .only_suspect =

@@ -64,6 +64,9 @@ typedef enum router_gone {
  * more. */
 void router_requests_on_worker_gone(router_requests *requests, uint32_t slot, router_gone how,
                                     const char *why, uint64_t now_ns);
+/* A worker that was silent for too long, and taken for dead, speaks: nobody brought it down. Who is
+ * a suspect for nothing else is none any more. */
+void router_requests_not_dead(router_requests *t, uint64_t incarnation);
 /* The router is stopping: requests that wait for a worker end with 503 when there is none that
  * takes new work; all: every request ends so. */
 void router_requests_on_stopping(router_requests *requests, bool all);

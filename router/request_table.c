@@ -309,8 +309,10 @@ void router_request_set_killed(router_requests *t, router_request *r, uint32_t c
     bool was = r->killed_count > 0, is = count > 0;
     void (*tell)(router_requests *, uint32_t) = is ? suspect_comes : suspect_leaves;
     r->killed_count = count;
-    if (!is)
+    if (!is) {
         r->distance = ROUTER_DISTANCE_IF_ROOM;
+        memset(r->killed_at, 0, sizeof r->killed_at);
+    }
     if (was != is && r->charged_prefill)
         tell(t, r->prefill);
     if (was != is && r->charged_decode)

@@ -150,8 +150,8 @@ static void convict(router_requests *t, router_request *r)
     bool same = strcmp(r->killed[0], r->killed[1]) == 0;
     t->o.counters->suspects++;
     router_request_fail(t, r, 500, "request_suspect", 0,
-                        "request %s was being computed at %s, and at %s%s when %s died: it is not "
-                        "given a third worker",
+                        "request %s was being computed at %s, and at %s%s when %s died or fell "
+                        "silent: it is not given a third worker",
                         r->id, r->killed[0], r->killed[1], same ? " again (started anew)," : "",
                         same ? "it" : "they");
 }
@@ -168,6 +168,10 @@ bool router_request_blame(router_requests *t, router_request *r, const router_de
     r->deaths_alone += death->alone && !excused;
     memmove(r->killed[0], r->killed[1], sizeof r->killed[0]);
     snprintf(r->killed[1], sizeof r->killed[1], "%s", death->worker);
+    r->killed_at[0] = r->killed_at[1];
+    r->killed_at[1] = death->incarnation;
+    r->killed_alone[0] = r->killed_alone[1];
+    r->killed_alone[1] = death->alone && !excused;
     if ((was_suspect && death->only_suspect && !excused) ||
         r->deaths_alone >= ROUTER_ALONE_DEATHS_MAX) {
         convict(t, r);
@@ -187,6 +191,21 @@ bool router_request_blame(router_requests *t, router_request *r, const router_de
     router_request_wake_at(t, router_place_turn_ends_ns(t, r));
     keep_left_free(t, r);
     return false;
+}
+
+void router_requests_not_dead(router_requests *t, uint64_t incarnation)
+{
+    for (uint32_t i = 0; i < t->slots_used; i++) {
+        router_request *r = &t->slots[i];
+        for (uint32_t k = 0; r->state != ROUTER_REQUEST_NONE && k < ROUTER_DEATHS_MAX; k++) {
+            if (incarnation == 0 || r->killed_at[k] != incarnation)
+                continue;
+            r->killed_at[k] = 0;
+            r->deaths_alone -= r->killed_alone[k];
+            if (r->killed_count > 0 && r->killed_at[0] == 0 && r->killed_at[1] == 0)
+                router_request_set_killed(t, r, 0);
+        }
+    }
 }
 
 router_presence router_request_was_left(const router_requests *t, const router_request *r,

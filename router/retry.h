@@ -71,6 +71,7 @@ void router_request_retry(router_requests *t, router_request *r, const router_fa
 bool router_request_is_explained(const router_requests *t, uint64_t incarnation, uint64_t now_ns);
 typedef struct router_death {
     const char *worker;
+    uint64_t incarnation;
     bool alone;        /* no other request of this router was there */
     bool only_suspect; /* or may have been; of the suspects, if it is one */
     bool explained; /* one that was convicted had left it a short while ago: it may be its doing */

@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PD_SENDERS_MAX 256
+#define PD_SENDERS_MAX 1024
 
 /* In front of every message. */
 typedef struct pd_link_head {

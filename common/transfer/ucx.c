@@ -94,7 +94,8 @@ static void take_notice(pd_carrier *carrier, const void *head_bytes, size_t head
     pd_link_head head = {0};
     if (head_len == sizeof head)
         memcpy(&head, head_bytes, sizeof head);
-    if (pd_senders_is_old(&carrier->senders, &head)) {
+    if (pd_senders_is_fenced(&carrier->senders, head.sender) ||
+        pd_senders_is_old(&carrier->senders, &head)) {
         pd_senders_dropped(&carrier->senders, &head, len);
         return;
     }

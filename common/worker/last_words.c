@@ -56,6 +56,10 @@ void pd_last_words_dead(pd_last_words *words, uint64_t receiver)
         if (words->said[i].receiver == receiver)
             words->said[i].tag = 0;
     }
+    for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_EMPTY_MAX; i++) {
+        if (words->said_empty[i].receiver == receiver)
+            words->said_empty[i].tag = 0;
+    }
     for (uint32_t i = 0; i < PD_LAST_WORDS_FORGOTTEN_MAX; i++) {
         if (words->forgotten[i] == receiver)
             words->forgotten[i] = 0;
@@ -114,12 +118,13 @@ static void say_abort(pd_last_words *words, const pd_link *link, const pd_reques
         put_owed(words, link->incarnation, key, false, empty);
         return;
     }
-    uint32_t at = words->said_next;
-    words->said[at].tag = link->tag;
-    words->said[at].receiver = link->incarnation;
-    words->said[at].key = *key;
-    words->said[at].empty = empty;
-    words->said_next = (at + 1) % PD_LAST_WORDS_SAID_MAX;
+    pd_last_word *said =
+        empty ? &words->said_empty[words->said_empty_next] : &words->said[words->said_next];
+    *said = (pd_last_word){.tag = link->tag, .receiver = link->incarnation, .key = *key};
+    if (empty)
+        words->said_empty_next = (words->said_empty_next + 1) % PD_LAST_WORDS_SAID_EMPTY_MAX;
+    else
+        words->said_next = (words->said_next + 1) % PD_LAST_WORDS_SAID_MAX;
 }
 
 void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key)
@@ -164,14 +169,15 @@ static const pd_link *up_to(const pd_last_words *words, uint64_t receiver)
     return NULL;
 }
 
-void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key)
+void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key,
+                       bool empty)
 {
     const pd_link *link = up_to(words, receiver);
 
     if (link != NULL)
-        pd_last_words_abort(words, link, key); /* the next one is up already */
+        say_abort(words, link, key, empty); /* the next one is up already */
     else
-        put_owed(words, receiver, key, false, false);
+        put_owed(words, receiver, key, false, empty);
 }
 
 void pd_last_words_never(pd_last_words *words, uint64_t receiver, const pd_request_key *key)
@@ -199,20 +205,27 @@ void pd_last_words_retry(pd_last_words *words)
     }
 }
 
+/* What an older link to the same receiver said last. */
+static void say_once_more(pd_last_words *words, pd_last_word *said, uint32_t count,
+                          const pd_link *link, bool empty)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        pd_request_key key = said[i].key;
+        if (said[i].receiver != link->incarnation || said[i].tag == 0 || said[i].tag == link->tag)
+            continue;
+        said[i].tag = 0;
+        say_abort(words, link, &key, empty);
+    }
+}
+
 void pd_last_words_pay(pd_last_words *words, const pd_link *link)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
         if (words->owed[i].receiver == link->incarnation && !words->owed[i].never)
             pay_one(words, i, link);
     }
-    for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
-        pd_request_key key = words->said[i].key;
-        if (words->said[i].receiver != link->incarnation || words->said[i].tag == 0 ||
-            words->said[i].tag == link->tag)
-            continue;
-        words->said[i].tag = 0;
-        say_abort(words, link, &key, words->said[i].empty);
-    }
+    say_once_more(words, words->said, PD_LAST_WORDS_SAID_MAX, link, false);
+    say_once_more(words, words->said_empty, PD_LAST_WORDS_SAID_EMPTY_MAX, link, true);
 }
 
 bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver)
@@ -235,38 +248,41 @@ void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key)
     }
 }
 
-bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key)
+static bool may_be_forgotten(const pd_last_words *words, uint64_t receiver)
+{
+    return receiver == 0 ? any_forgotten(words) : is_forgotten(words, receiver);
+}
+
+bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key, uint64_t receiver)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
         if (words->owed[i].receiver != 0 && !words->owed[i].empty &&
             pd_request_key_equal(&words->owed[i].key, key))
             return true;
     }
+    /* A word that was said comes behind its bytes, which may be seconds away, or its link took it
+     * along: then the next one's is to come. */
     for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
-        /* its link took it along, perhaps: the next one's is to come */
-        if (words->said[i].tag != 0 && !words->said[i].empty &&
-            pd_request_key_equal(&words->said[i].key, key) &&
-            up_by_tag(words->links, words->said[i].tag) == NULL)
+        if (words->said[i].tag != 0 && pd_request_key_equal(&words->said[i].key, key))
             return true;
     }
-    return any_forgotten(words); /* it may be of those */
+    return may_be_forgotten(words, receiver);
 }
 
-bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key)
+bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key, uint64_t receiver)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) {
-        if (words->said[i].tag == 0 || words->said[i].empty ||
-            !pd_request_key_equal(&words->said[i].key, key))
+        if (words->said[i].tag == 0 || !pd_request_key_equal(&words->said[i].key, key))
             continue;
         const pd_link *link = up_by_tag(words->links, words->said[i].tag);
         words->said[i].tag = 0; /* it is the next one's */
         if (link != NULL)
             say_abort(words, link, key, false);
         else /* its link took it along, perhaps, and nobody need make another one */
-            pd_last_words_owe(words, words->said[i].receiver, key);
+            pd_last_words_owe(words, words->said[i].receiver, key, false);
         return true;
     }
-    return pd_last_words_owes(words, key);
+    return pd_last_words_owes(words, key, receiver);
 }
 
 bool pd_last_words_ended(const pd_last_words *words, const pd_request_key *key)

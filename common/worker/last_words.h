@@ -12,10 +12,17 @@
 
 enum {
     PD_LAST_WORDS_OWED_MAX = 1024,
-    PD_LAST_WORDS_SAID_MAX = 256,
+    PD_LAST_WORDS_SAID_MAX = 4096,
+    PD_LAST_WORDS_SAID_EMPTY_MAX = 256,
     PD_LAST_WORDS_ENDED_MAX = 256,
     PD_LAST_WORDS_FORGOTTEN_MAX = 256,
 };
+
+typedef struct pd_last_word {
+    uint64_t tag; /* of the link that it was said by; 0: unused */
+    uint64_t receiver;
+    pd_request_key key;
+} pd_last_word;
 
 typedef struct pd_last_words {
     const pd_role_options *options;
@@ -32,13 +39,10 @@ typedef struct pd_last_words {
      * router's may be said to them, and nobody is told that nothing may land. */
     uint64_t forgotten[PD_LAST_WORDS_FORGOTTEN_MAX];
     bool forgotten_more; /* than there is room for: as if everybody were among them */
-    struct {
-        uint64_t tag; /* of the link; 0: unused */
-        uint64_t receiver;
-        pd_request_key key;
-        bool empty;                 /* as above: it may have been said to others than who asks */
-    } said[PD_LAST_WORDS_SAID_MAX]; /* the latest: a link that broke may have lost them */
-    uint32_t said_next;
+    /* The latest: a link that broke may have lost them, and who asks for one hears that it is on
+     * its way. Those on nothing apart, of which there may be many: said to more than who asks. */
+    pd_last_word said[PD_LAST_WORDS_SAID_MAX], said_empty[PD_LAST_WORDS_SAID_EMPTY_MAX];
+    uint32_t said_next, said_empty_next;
     pd_request_key ended[PD_LAST_WORDS_ENDED_MAX]; /* the latest */
     uint32_t ended_next;
 } pd_last_words;
@@ -55,8 +59,10 @@ void pd_last_words_abort(pd_last_words *words, const pd_link *link, const pd_req
 void pd_last_words_written(const pd_last_words *words, uint64_t link_tag, const pd_request_key *key,
                            uint32_t again);
 /* By the next link to that receiver, which may be up already. Too many: one is forgotten, which is
- * logged; its receiver keeps its blocks until one of the two has ended. */
-void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
+ * logged; its receiver keeps its blocks until one of the two has ended. empty: nothing was written.
+ */
+void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key,
+                       bool empty);
 /* The link that wrote could not be closed: what it has may land for ever, and no word of any link
  * can be the last. Room as for what is owed. */
 void pd_last_words_never(pd_last_words *words, uint64_t receiver, const pd_request_key *key);
@@ -71,12 +77,14 @@ void pd_last_words_pay(pd_last_words *words, const pd_link *link);
 bool pd_last_words_owes_to(const pd_last_words *words, uint64_t receiver);
 /* Nothing was written for it here, and who leased for it is not known: to everybody. */
 void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
-/* What was written for that key may still land: one is owed for it, or can never be said. */
-bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key);
+/* What was written for that key may still land: one is owed for it, can never be said, or was said,
+ * behind what may be seconds away. receiver: who asks; 0: that is not known, and it may be any of
+ * those of whom a word was forgotten. */
+bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key, uint64_t receiver);
 /* Somebody asks for it by way of a router, whose answer could overtake what is on its way. True:
  * the receiver is to wait for the data plane's word, which is owed, or was said by a link that is
  * up and is said once more. False: nothing of it can be on its way. */
-bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key);
+bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key, uint64_t receiver);
 
 /* Nothing is written for that key any more, whether it was or not: a request for it that comes now
  * was late, or comes twice, and must not be begun. */

@@ -111,10 +111,11 @@ static void say_done(pd_source *source, const pd_source_ship *ship)
 void pd_source_refuse(pd_source *source, const pd_msg_ship_request *asked, pd_status status,
                       const char *reason)
 {
-    pd_source_ship ship = {.key = asked->key,
-                           .status = status,
-                           .reason = reason,
-                           .may_land = pd_last_words_owes(source->o.words, &asked->key)};
+    pd_source_ship ship = {
+        .key = asked->key,
+        .status = status,
+        .reason = reason,
+        .may_land = pd_last_words_owes(source->o.words, &asked->key, asked->receiver.incarnation)};
     const pd_link *link = pd_links_by_incarnation(source->o.links, asked->receiver.incarnation);
 
     source->o.counters->refused++;
@@ -131,7 +132,7 @@ void pd_source_unknown(pd_source *source, const pd_request_key *key)
     pd_source_ship ship = {
         .key = *key, .status = PD_E_NOT_FOUND, .reason = "nothing is held for it", .again = 1};
 
-    ship.may_land = pd_last_words_say_again(source->o.words, key);
+    ship.may_land = pd_last_words_say_again(source->o.words, key, 0);
     pd_last_words_end(source->o.words, key);
     say_done(source, &ship);
 }
@@ -140,9 +141,11 @@ static bool puts_outstanding(const pd_source *source, const pd_source_ship *ship
 {
     /* A closed link has nothing under way, whatever was reported; and until it is closed, a put
      * that was reported as failed may still be written. */
-    bool writing = ship->sent < ship->posted || (ship->status == PD_E_PEER && ship->posted > 0);
+    const pd_link *link = pd_links_by_tag(source->o.links, ship->link_tag);
 
-    return writing && pd_links_by_tag(source->o.links, ship->link_tag) != NULL;
+    if (link == NULL || ship->posted == 0)
+        return false;
+    return ship->sent < ship->posted || ship->status == PD_E_PEER || link->state == PD_LINK_CLOSING;
 }
 
 static void say_last_word(pd_source *source, pd_source_ship *ship)
@@ -159,7 +162,7 @@ static void say_last_word(pd_source *source, pd_source_ship *ship)
     if (ship->unclosed)
         pd_last_words_never(source->o.words, ship->receiver, &ship->key);
     else
-        pd_last_words_owe(source->o.words, ship->receiver, &ship->key);
+        pd_last_words_owe(source->o.words, ship->receiver, &ship->key, ship->posted == 0);
 }
 
 static void finish(pd_source *source, pd_source_ship *ship)
@@ -794,8 +797,8 @@ void pd_source_tick(pd_source *source, uint64_t now_ns)
     connect_owed(source, now_ns);
 }
 
-void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_routers *routers,
-                     uint64_t now_ns)
+void pd_source_asked(pd_source *source, const pd_request_key *key, uint64_t receiver,
+                     const pd_routers *routers, uint64_t now_ns)
 {
     pd_source_ship *ship = find(source, key);
 
@@ -803,7 +806,7 @@ void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_rout
         end_early(source, ship, PD_E_CANCELLED, "its receiver waits no more", now_ns);
         return;
     }
-    if (pd_last_words_say_again(source->o.words, key))
+    if (pd_last_words_say_again(source->o.words, key, receiver))
         return; /* it is on its way */
     pd_last_words_end(source->o.words, key);
     /* By any router: the request's own may be lost. */

@@ -75,8 +75,8 @@ void pd_source_refuse(pd_source *source, const pd_msg_ship_request *asked, pd_st
 /* False: the key is not one of its; the role answers. */
 bool pd_source_again(pd_source *source, const pd_msg_ship_again *asked, uint64_t now_ns);
 /* A receiver asks whether the key is still written (PD_NOTICE_ASK): it waits for the last word. */
-void pd_source_asked(pd_source *source, const pd_request_key *key, const pd_routers *routers,
-                     uint64_t now_ns);
+void pd_source_asked(pd_source *source, const pd_request_key *key, uint64_t receiver,
+                     const pd_routers *routers, uint64_t now_ns);
 /* The answer when nobody knows the key: nothing is written. */
 void pd_source_unknown(pd_source *source, const pd_request_key *key);
 /* Ends the shipment of that key. True when there was one; *source_epoch_out: of the sequence that

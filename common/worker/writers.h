@@ -6,7 +6,7 @@
 
 #include "common/worker/role.h"
 
-enum { PD_WRITERS_DEAD_MAX = 64 };
+enum { PD_WRITERS_DEAD_MAX = 1024 };
 
 typedef struct pd_writers {
     struct {

@@ -155,7 +155,8 @@ static void a_worker_that_died_twice_is_named_as_one(void **state)
     const char *name = w->fake.workers[1].name;
     snprintf(
         text, sizeof text,
-        "request r1 was being computed at %s, and at %s again (started anew), when it died: it "
+        "request r1 was being computed at %s, and at %s again (started anew), when it died or fell "
+        "silent: it "
         "is not given a third worker",
         name, name);
     assert_string_equal(a->message, text);
@@ -725,6 +726,29 @@ static void who_is_at_one_of_several_that_die_together_is_not_blamed_for_all(voi
     }
 }
 
+/* Cut off for longer than lost_after, and heard again: nobody brought it down. */
+static void who_was_at_a_worker_that_was_only_silent_is_no_suspect(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(140, 1, 6, &a);
+    begin_to_run(w, a);
+    for (int times = 0; times < 3; times++) { /* one after the other, a few tokens in between */
+        fake_worker *silent = &w->fake.workers[place_of(w, a)];
+        uint64_t lost = counters_of(w).workers_lost;
+        silent->mute = true;
+        for (int i = 0; i < 100 && counters_of(w).workers_lost == lost; i++)
+            wait_ms(w, 20);
+        assert_int_equal(counters_of(w).workers_lost, lost + 1);
+        begin_to_run(w, a);
+        silent->mute = false; /* it goes on, is heard, and told to come anew */
+    }
+    wait_ms(w, 20000);
+    assert_int_equal(counters_of(w).suspects, 0);
+    assert_whole(w, a);
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -749,6 +773,7 @@ int main(void)
         cmocka_unit_test(who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed),
         cmocka_unit_test(who_was_alone_waits_for_its_turn),
         cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
+        cmocka_unit_test(who_was_at_a_worker_that_was_only_silent_is_no_suspect),
         cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
         cmocka_unit_test(who_is_at_one_of_several_that_die_together_is_not_blamed_for_all),
     };

@@ -360,9 +360,32 @@ static void copies_are_held_for_as_long_as_the_request_may_take(void **state)
     world_free(w);
 }
 
+/* All is sent, which is not landed, and a block is found bad twice: the rest may be on its way. */
+static void the_end_of_a_pull_that_came_wrong_twice_says_what_may_land(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = pulling(113, &a);
+    fake_worker *prefill = &w->fake.workers[0];
+    const pd_message message = {.kind = PD_MSG_REFETCH,
+                                .refetch = {.key = prefill->last_prefill.key, .count = 1}};
+
+    pull_done(w, 1, PD_OK, true, 0);
+    prefill->prompts[0].pull_blocks = 1000;
+    say(w, 0, &message);
+    assert_int_equal(w->fake.sent[PD_MSG_SHIP_AGAIN], 1);
+    pull_done(w, 1, PD_OK, true, 1);
+    say(w, 0, &message);
+    wait_ms(w, 5);
+    assert_int_equal(prefill->pull_ends, 1);
+    assert_true(prefill->last_pull_end.may_land);
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_end_of_a_pull_that_came_wrong_twice_says_what_may_land),
         cmocka_unit_test(where_a_move_fails_blocks_are_free_only_if_the_holder_writes_no_more),
         cmocka_unit_test(a_cancel_while_it_moves_waits_for_the_holders_last_word),
         cmocka_unit_test(only_a_sequence_with_all_its_positions_moves),

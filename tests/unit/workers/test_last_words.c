@@ -81,12 +81,12 @@ static void what_the_carrier_has_no_room_for_is_said_later(void **state)
     pd_last_words_abort(&b->words, link, &key);
     pd_last_words_retry(&b->words);
     assert_int_equal(b->said, 0);
-    assert_true(pd_last_words_owes(&b->words, &key));
+    assert_true(pd_last_words_owes(&b->words, &key, 0));
     b->notify_status = PD_OK;
     pd_last_words_retry(&b->words); /* by the same link: there need not be another one ever */
     assert_int_equal(b->said, 1);
     assert_int_equal(b->last.key.number, 3);
-    assert_false(pd_last_words_owes(&b->words, &key));
+    assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
     pd_last_words_retry(&b->words);
     assert_int_equal(b->said, 1);
     teardown(b);
@@ -107,15 +107,15 @@ static void a_word_on_nothing_is_owed_and_nothing_may_land(void **state)
     pd_last_words_everywhere(&b->words, &key);
     assert_true(pd_last_words_owes_to(&b->words, RECEIVER));
     assert_true(pd_last_words_owes_to(&b->words, OTHER));
-    assert_false(pd_last_words_owes(&b->words, &key));
+    assert_false(pd_last_words_owes(&b->words, &key, 0));
     pd_last_words_retry(&b->words); /* in vain once more */
-    assert_false(pd_last_words_owes(&b->words, &key));
+    assert_false(pd_last_words_owes(&b->words, &key, 0));
     b->notify_status = PD_OK;
     pd_last_words_retry(&b->words);
     assert_int_equal(b->said, 1);
     assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
     /* who asks may be another one, whom it never reaches */
-    assert_false(pd_last_words_say_again(&b->words, &key));
+    assert_false(pd_last_words_say_again(&b->words, &key, 0));
     assert_int_equal(b->said, 1);
     teardown(b);
 }
@@ -130,15 +130,15 @@ static void a_word_that_was_said_is_said_again_when_somebody_asks(void **state)
 
     pd_last_words_abort(&b->words, link, &key);
     assert_int_equal(b->said, 1);
-    assert_false(pd_last_words_say_again(&b->words, &other)); /* nothing of it is on its way */
+    assert_false(pd_last_words_say_again(&b->words, &other, 0)); /* nothing of it is on its way */
     for (int turn = 0; turn < 2; turn++) {
-        assert_true(pd_last_words_say_again(&b->words, &key));
+        assert_true(pd_last_words_say_again(&b->words, &key, 0));
         assert_int_equal(b->said, 2 + turn);
         assert_int_equal(b->last.key.number, 3);
     }
     b->notify_status = PD_E_OVERLOAD;
-    assert_true(pd_last_words_say_again(&b->words, &key)); /* owed */
-    assert_true(pd_last_words_say_again(&b->words, &key));
+    assert_true(pd_last_words_say_again(&b->words, &key, 0)); /* owed */
+    assert_true(pd_last_words_say_again(&b->words, &key, 0));
     b->notify_status = PD_OK;
     pd_last_words_retry(&b->words);
     assert_int_equal(b->said, 4);
@@ -154,20 +154,20 @@ static void a_word_that_a_broken_link_took_along_is_owed(void **state)
     pd_link *link = link_up(b, RECEIVER);
 
     pd_last_words_abort(&b->words, link, &key);
-    assert_false(pd_last_words_owes(&b->words, &key));
+    assert_true(pd_last_words_owes(&b->words, &key, 0)); /* it is behind what may be seconds away */
     pd_links_closed(link);
-    assert_true(pd_last_words_owes(&b->words, &key));
+    assert_true(pd_last_words_owes(&b->words, &key, 0));
     assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
-    assert_true(pd_last_words_say_again(&b->words, &key));
+    assert_true(pd_last_words_say_again(&b->words, &key, 0));
     assert_int_equal(b->said, 1);
     assert_true(pd_last_words_owes_to(&b->words, RECEIVER)); /* for it a link is made */
     link = link_up(b, RECEIVER);
     pd_last_words_pay(&b->words, link);
     assert_int_equal(b->said, 2);
-    assert_false(pd_last_words_owes(&b->words, &key));
+    assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
     pd_links_closed(link);
     pd_last_words_dead(&b->words, RECEIVER);
-    assert_false(pd_last_words_say_again(&b->words, &key)); /* nothing lands at what has ended */
+    assert_false(pd_last_words_say_again(&b->words, &key, 0)); /* nothing lands at what has ended */
     teardown(b);
 }
 
@@ -177,17 +177,17 @@ static void no_word_is_forgotten_while_there_is_a_place(void **state)
     bench *b = setup();
     pd_request_key key = key_of(1);
 
-    pd_last_words_owe(&b->words, OTHER, &key); /* never comes back */
+    pd_last_words_owe(&b->words, OTHER, &key, false); /* never comes back */
     for (uint64_t i = 0; i < 4 * PD_LAST_WORDS_OWED_MAX; i++) {
         key = key_of(100 + i);
-        pd_last_words_owe(&b->words, RECEIVER, &key);
+        pd_last_words_owe(&b->words, RECEIVER, &key, false);
         pd_link *link = link_up(b, RECEIVER);
         pd_last_words_pay(&b->words, link);
-        assert_false(pd_last_words_owes(&b->words, &key));
+        assert_false(pd_last_words_owes_to(&b->words, RECEIVER));
         pd_links_closed(link);
     }
     key = key_of(1);
-    assert_true(pd_last_words_owes(&b->words, &key));
+    assert_true(pd_last_words_owes(&b->words, &key, 0));
     teardown(b);
 }
 
@@ -198,7 +198,7 @@ static void what_an_open_link_may_write_for_ever_has_no_last_word(void **state)
     pd_request_key key = key_of(5), another = key_of(6), all = {.router = ROUTER};
 
     pd_last_words_never(&b->words, RECEIVER, &key);
-    assert_true(pd_last_words_owes(&b->words, &key));
+    assert_true(pd_last_words_owes(&b->words, &key, 0));
     assert_false(pd_last_words_owes_to(&b->words, RECEIVER)); /* no link would help */
     const pd_link *link = link_up(b, RECEIVER);
     pd_last_words_pay(&b->words, link);
@@ -247,26 +247,27 @@ static void what_was_forgotten_is_not_taken_for_ended(void **state)
     pd_last_words_never(&b->words, RECEIVER, &never);
     for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX - 1; i++) {
         pd_request_key key = key_of(100 + i);
-        pd_last_words_owe(&b->words, 5000, &key);
+        pd_last_words_owe(&b->words, 5000, &key, false);
     }
-    assert_false(pd_last_words_owes(&b->words, &other));
+    assert_false(pd_last_words_owes(&b->words, &other, 0));
     pd_last_words_dead(&b->words, 5000);
     for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX - 1; i++) {
         pd_request_key key = key_of(1000 + i);
-        pd_last_words_owe(&b->words, 6000, &key);
+        pd_last_words_owe(&b->words, 6000, &key, false);
     }
-    assert_false(pd_last_words_owes(&b->words, &other)); /* there was room for all */
+    assert_false(pd_last_words_owes(&b->words, &other, 0)); /* there was room for all */
     for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
         pd_request_key key = key_of(2000 + i);
-        pd_last_words_owe(&b->words, 6000, &key);
+        pd_last_words_owe(&b->words, 6000, &key, false);
     }
-    assert_true(pd_last_words_owes(&b->words, &never) && pd_last_words_owes(&b->words, &other));
+    assert_true(pd_last_words_owes(&b->words, &never, 0) &&
+                pd_last_words_owes(&b->words, &other, 0));
     const pd_link *link = link_up(b, RECEIVER);
     pd_last_words_abort(&b->words, link, &whole);
     assert_int_equal(b->said, 0);
     pd_last_words_dead(&b->words, 6000);
     pd_last_words_dead(&b->words, RECEIVER);
-    assert_false(pd_last_words_owes(&b->words, &never));
+    assert_false(pd_last_words_owes(&b->words, &never, 0));
     pd_last_words_abort(&b->words, link, &whole);
     assert_int_equal(b->said, 1);
     teardown(b);

@@ -622,9 +622,104 @@ static void the_last_word_on_a_lost_router_comes_behind_all_that_is_written_for_
     teardown(b);
 }
 
+/* ---- what may land still ---- */
+
+/* Cancelled first, and then its link is closed: until that is done it may be written. */
+static void what_a_closing_link_carries_holds_its_blocks(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_msg_ship_request asked = asks(4, 88);
+
+    ask_move(b, &asked);
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    drop_own(b);
+    assert_true(pd_source_cancel(&b->source, &asked.key, b->now_ns));
+    pass(b, 999);
+    pass(b, 1);
+    assert_int_equal(b->closes, 1);               /* it was stuck */
+    sent(b, b->posted[0].ticket, PD_E_CANCELLED); /* the engine fails all before it closes */
+    assert_int_equal(b->done_count, 0);
+    assert_int_equal(pd_blocks_ledger(&b->blocks).running, 6);
+    link_event(b, 1, PD_TRANSFER_CLOSED, PD_E_TIMEOUT); /* abandoned: it may land for ever */
+    assert_true(b->done_count == 1 && b->done[0].may_land);
+    assert_int_equal(b->aborts, 0);
+    assert_int_equal(pd_blocks_ledger(&b->blocks).running, 0);
+    teardown(b);
+}
+
+/* Who died on another host is not known to have ended, and words to it are owed for ever: others
+ * are answered all the same. */
+static void words_owed_to_the_dead_elsewhere_make_nobody_mute(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_routers routers;
+    pd_message hello = {.kind = PD_MSG_WELCOME};
+    pd_msg_ship_request asked = asks(4, 88);
+
+    pd_routers_init(&routers, PD_NS_PER_S);
+    assert_true(pd_routers_on_message(&routers, ROUTER, &hello, b->now_ns));
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX + 1; i++)
+        pd_last_words_owe(&b->words, 1000 + i % 9, &(pd_request_key){ROUTER, 100 + i, 1}, false);
+    asked.source_epoch = 0;
+    asked.hashes = b->hashes;
+    asked.hashes_count = 8;
+    pd_source_request(&b->source, &asked, NULL, b->now_ns); /* not in the cache any more */
+    assert_true(b->done_count == 1 && !b->done[0].may_land);
+    pd_source_asked(&b->source, &asked.key, 88, &routers, b->now_ns);
+    assert_true(b->done_count == 2 && !b->done[1].may_land);
+    drop_own(b);
+    teardown(b);
+}
+
+static void a_request_that_comes_twice_does_not_deny_what_is_on_its_way(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_msg_ship_request asked = asks(4, 88);
+
+    ask_move(b, &asked);
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    assert_true(pd_source_cancel(&b->source, &asked.key, b->now_ns));
+    sent(b, b->posted[0].ticket, PD_OK); /* the kernel has it: seconds on a slow link */
+    assert_true(b->done_count == 1 && b->done[0].may_land && b->aborts == 1);
+    ask_move(b, &asked);
+    assert_true(b->done_count == 2 && b->done[1].may_land);
+    drop_own(b);
+    teardown(b);
+}
+
+static void words_on_nothing_take_no_place_of_words_on_what_was_sent(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_routers routers;
+    pd_message hello = {.kind = PD_MSG_WELCOME};
+    pd_msg_ship_request asked = asks(4, 88);
+
+    pd_routers_init(&routers, PD_NS_PER_S);
+    assert_true(pd_routers_on_message(&routers, ROUTER, &hello, b->now_ns));
+    ask_move(b, &asked);
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
+    drop_own(b);
+    assert_true(pd_source_cancel(&b->source, &asked.key, b->now_ns));
+    sent(b, b->posted[0].ticket, PD_OK); /* the kernel has it: seconds on a slow link */
+    assert_true(b->done_count == 1 && b->aborts == 1);
+    for (uint64_t i = 0; i < PD_LAST_WORDS_SAID_MAX; i++) /* cancels of what never came */
+        pd_last_words_everywhere(&b->words, &(pd_request_key){ROUTER, 100 + i, 1});
+    pd_source_asked(&b->source, &asked.key, 88, &routers, b->now_ns);
+    assert_int_equal(b->done_count, 1); /* its abort is on its way, said once more */
+    teardown(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_a_closing_link_carries_holds_its_blocks),
+        cmocka_unit_test(words_owed_to_the_dead_elsewhere_make_nobody_mute),
+        cmocka_unit_test(a_request_that_comes_twice_does_not_deny_what_is_on_its_way),
+        cmocka_unit_test(words_on_nothing_take_no_place_of_words_on_what_was_sent),
         cmocka_unit_test(a_suspended_sequence_is_shipped_and_held_until_its_release),
         cmocka_unit_test(cached_blocks_are_shipped_by_their_hashes),
         cmocka_unit_test(what_cannot_be_meant_is_refused),
