@@ -163,6 +163,8 @@ static void remove_worker(router_core *core, uint32_t slot, router_gone how, con
 static void on_hello(router_core *core, const char *from, const pd_msg_hello *hello,
                      uint64_t now_ns)
 {
+    if (router_cluster_gave_up(core->cluster, hello->incarnation)) /* it is told to come anew */
+        router_requests_not_dead(core->requests, hello->incarnation);
     uint32_t slot, replaced;
     pd_status status = router_cluster_hello(core->cluster, from, hello, now_ns, &slot, &replaced);
     if (status == PD_E_AGAIN) {

@@ -148,11 +148,11 @@ typedef struct router_request {
     uint32_t refusals;                             /* of prefill workers without room, in a row */
     char killed[ROUTER_DEATHS_MAX][PD_NAME_BYTES]; /* workers that died computing it */
     uint64_t killed_at[ROUTER_DEATHS_MAX]; /* their incarnations; 0: that one lives after all */
-    bool killed_alone[ROUTER_DEATHS_MAX];  /* with nobody else there */
     uint32_t killed_count;                 /* one: it is a suspect; see router_request_set_killed */
     uint64_t suspect_ns;                   /* since when it is a suspect, or a worker died again */
     router_distance distance;              /* that it keeps as a suspect */
     uint32_t deaths_alone;                 /* of workers with nobody else, in all its life */
+    uint64_t alone_at[ROUTER_ALONE_DEATHS_MAX]; /* their incarnations; 0: none, or it lives */
     /* Who computed it when it was tried again for another's fault: they may be dead already, which
      * is heard of later. A ring. */
     router_left left[ROUTER_LEFT_MAX];

@@ -165,13 +165,17 @@ bool router_request_blame(router_requests *t, router_request *r, const router_de
         return false;
     /* Who met others at each death must not be excused for ever. */
     bool excused = death->explained && r->distance < ROUTER_DISTANCE_ALWAYS;
-    r->deaths_alone += death->alone && !excused;
+    for (uint32_t k = 0; death->alone && !excused && k < ROUTER_ALONE_DEATHS_MAX; k++) {
+        if (r->alone_at[k] != 0)
+            continue;
+        r->alone_at[k] = death->incarnation;
+        r->deaths_alone++;
+        break;
+    }
     memmove(r->killed[0], r->killed[1], sizeof r->killed[0]);
     snprintf(r->killed[1], sizeof r->killed[1], "%s", death->worker);
     r->killed_at[0] = r->killed_at[1];
     r->killed_at[1] = death->incarnation;
-    r->killed_alone[0] = r->killed_alone[1];
-    r->killed_alone[1] = death->alone && !excused;
     if ((was_suspect && death->only_suspect && !excused) ||
         r->deaths_alone >= ROUTER_ALONE_DEATHS_MAX) {
         convict(t, r);
@@ -193,18 +197,30 @@ bool router_request_blame(router_requests *t, router_request *r, const router_de
     return false;
 }
 
+static void not_dead(router_requests *t, router_request *r, uint64_t incarnation)
+{
+    bool any = false;
+
+    for (uint32_t k = 0; k < ROUTER_ALONE_DEATHS_MAX; k++) {
+        if (r->alone_at[k] != incarnation)
+            continue;
+        r->alone_at[k] = 0;
+        r->deaths_alone--;
+    }
+    for (uint32_t k = 0; k < ROUTER_DEATHS_MAX; k++) {
+        if (r->killed_at[k] == incarnation)
+            r->killed_at[k] = 0;
+        any = any || r->killed_at[k] != 0;
+    }
+    if (r->killed_count > 0 && !any)
+        router_request_set_killed(t, r, 0);
+}
+
 void router_requests_not_dead(router_requests *t, uint64_t incarnation)
 {
-    for (uint32_t i = 0; i < t->slots_used; i++) {
-        router_request *r = &t->slots[i];
-        for (uint32_t k = 0; r->state != ROUTER_REQUEST_NONE && k < ROUTER_DEATHS_MAX; k++) {
-            if (incarnation == 0 || r->killed_at[k] != incarnation)
-                continue;
-            r->killed_at[k] = 0;
-            r->deaths_alone -= r->killed_alone[k];
-            if (r->killed_count > 0 && r->killed_at[0] == 0 && r->killed_at[1] == 0)
-                router_request_set_killed(t, r, 0);
-        }
+    for (uint32_t i = 0; incarnation != 0 && i < t->slots_used; i++) {
+        if (t->slots[i].state != ROUTER_REQUEST_NONE)
+            not_dead(t, &t->slots[i], incarnation);
     }
 }
 

@@ -97,8 +97,8 @@ static bool silenced(const pd_last_words *words, uint64_t receiver, const pd_req
     return false;
 }
 
-/* empty: nothing was written for it. */
-static void say_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key,
+/* False: not said, and never to be, or owed. empty: nothing was written for it. */
+static bool put_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key,
                       bool empty)
 {
     pd_notice notice = {
@@ -109,15 +109,21 @@ static void say_abort(pd_last_words *words, const pd_link *link, const pd_reques
     };
 
     if (silenced(words, link->incarnation, key))
-        return;
+        return false;
     pd_status status = words->sink->notify(words->sink->ctx, link->peer, &notice);
-    if (status != PD_OK) {
-        pd_log_debug("msg=\"an abort was not taken: later\" peer=%s status=%s number=%llu epoch=%u",
-                     link->name, pd_status_name(status), (unsigned long long)key->number,
-                     key->epoch);
-        put_owed(words, link->incarnation, key, false, empty);
+    if (status == PD_OK)
+        return true;
+    pd_log_debug("msg=\"an abort was not taken: later\" peer=%s status=%s number=%llu epoch=%u",
+                 link->name, pd_status_name(status), (unsigned long long)key->number, key->epoch);
+    put_owed(words, link->incarnation, key, false, empty);
+    return false;
+}
+
+static void say_abort(pd_last_words *words, const pd_link *link, const pd_request_key *key,
+                      bool empty)
+{
+    if (!put_abort(words, link, key, empty))
         return;
-    }
     pd_last_word *said =
         empty ? &words->said_empty[words->said_empty_next] : &words->said[words->said_next];
     *said = (pd_last_word){.tag = link->tag, .receiver = link->incarnation, .key = *key};
@@ -213,8 +219,7 @@ static void say_once_more(pd_last_words *words, pd_last_word *said, uint32_t cou
         pd_request_key key = said[i].key;
         if (said[i].receiver != link->incarnation || said[i].tag == 0 || said[i].tag == link->tag)
             continue;
-        said[i].tag = 0;
-        say_abort(words, link, &key, empty);
+        said[i].tag = put_abort(words, link, &key, empty) ? link->tag : 0; /* in its place */
     }
 }
 

@@ -2,6 +2,7 @@
  * that one is found, and the others are not taken for it. */
 
 #include "common/base/log.h"
+#include "common/wire/bus.h"
 #include "tests/unit/router/world.h"
 
 #include <stdio.h>
@@ -749,9 +750,81 @@ static void who_was_at_a_worker_that_was_only_silent_is_no_suspect(void **state)
     world_free(w);
 }
 
+static uint32_t fresh_place(world *w, const answer *a, uint32_t been)
+{
+    for (int n = 0; n < 4000; n++) {
+        for (uint32_t i = 0; i < w->fake.workers_count; i++) {
+            if (w->fake.workers[i].role == PD_ROLE_DECODE && has(&w->fake.workers[i], a) &&
+                !(been >> i & 1))
+                return i;
+        }
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    }
+    fail();
+    return 0;
+}
+
+static void fall_silent(world *w, uint32_t at)
+{
+    uint64_t lost = counters_of(w).workers_lost;
+    w->fake.workers[at].mute = true;
+    for (int i = 0; i < 400 && counters_of(w).workers_lost == lost; i++)
+        wait_ms(w, 5);
+    assert_int_equal(counters_of(w).workers_lost, lost + 1);
+}
+
+/* Each is heard again, but only when the request has made 64 tokens elsewhere. */
+static void four_silences_that_are_taken_back_late_convict_nobody(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(141, 1, 6, &a);
+    uint32_t been = 0;
+    begin_to_run(w, a);
+    for (int times = 0; times < 4; times++) {
+        uint32_t at = fresh_place(w, a, been);
+        been |= 1u << at;
+        fall_silent(w, at);
+        if (a->ends)
+            fail_msg("silence %d: %d %s: %s", times + 1, a->status, a->code, a->message);
+        wait_for_token(w, a, a->next + 70);
+        w->fake.workers[at].mute = false;
+        wait_ms(w, 110);
+    }
+    world_free(w);
+}
+
+/* cut off both ways it has lost its router: what is heard first is its hello. */
+static void who_comes_back_with_a_hello_was_not_dead(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(142, 1, 6, &a);
+    uint32_t been = 0;
+    for (int times = 0; times < 2; times++) {
+        uint32_t at = fresh_place(w, a, been);
+        begin_to_run(w, a);
+        been |= 1u << at;
+        fall_silent(w, at);
+        if (a->ends)
+            fail_msg("silence %d: %d %s: %s", times + 1, a->status, a->code, a->message);
+        fresh_place(w, a, been);
+        begin_to_run(w, a);
+        char from[96];
+        pd_message hello = {.kind = PD_MSG_HELLO};
+        w->fake.workers[at].session++;
+        fake_hello(&w->fake, &w->fake.workers[at], &hello.hello);
+        pd_bus_identity(w->fake.workers[at].name, w->fake.workers[at].incarnation, from);
+        router_core_on_message(w->fake.core, from, &hello, w->fake.now_ns);
+    }
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(four_silences_that_are_taken_back_late_convict_nobody),
+        cmocka_unit_test(who_comes_back_with_a_hello_was_not_dead),
         cmocka_unit_test(who_was_in_one_death_with_another_is_not_taken_for_it),
         cmocka_unit_test(suspects_wait_for_their_turn),
         cmocka_unit_test(a_newcomer_is_not_held_up_by_suspects),
