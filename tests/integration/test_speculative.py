@@ -101,7 +101,7 @@ def test_a_killed_worker_changes_no_token(expected, shorter):
     with cl.Cluster(**over) as one:
         calls = requests(one)
         victim = one.of_role("decode")[0]["pid"]
-        calls.append(lambda: cl.wait_until(lambda: (one.metric("kvferry_spec_accepted_tokens_total") or 0) > 0, 60, "no draft")
+        calls.append(lambda: cl.wait_until(lambda: (one.metric("kvferry_spec_draft_tokens_total") or 0) > 0, 20, "no draft")
                      and os.kill(victim, signal.SIGKILL))
         got = one.together(calls)[:-1]
         assert [(answer.token_ids, answer.finish) for answer in got] == expected
