@@ -28,6 +28,9 @@
  * and each keeps its distance for longer: for lost_after, and after yet another such death for as
  * long as it takes. What is no suspect keeps no distance, and is not held up.
  *
+ * A death that was only silence is taken back when that worker is heard again
+ * (router_requests_not_dead).
+ *
  * ROUTER_ALONE_DEATHS_MAX (4): deaths of workers that computed nothing else of this router's, in
  * all its life, however many tokens it made in between.
  *

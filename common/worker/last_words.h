@@ -82,8 +82,8 @@ void pd_last_words_everywhere(pd_last_words *words, const pd_request_key *key);
  * those of whom a word was forgotten. */
 bool pd_last_words_owes(const pd_last_words *words, const pd_request_key *key, uint64_t receiver);
 /* Somebody asks for it by way of a router, whose answer could overtake what is on its way. True:
- * the receiver is to wait for the data plane's word, which is owed, or was said by a link that is
- * up and is said once more. False: nothing of it can be on its way. */
+ * the receiver is to wait for the data plane's word, which is owed, or was said: by a link
+ * that is up it is said once more, else it is owed. False: nothing of it can be on its way. */
 bool pd_last_words_say_again(pd_last_words *words, const pd_request_key *key, uint64_t receiver);
 
 /* Nothing is written for that key any more, whether it was or not: a request for it that comes now

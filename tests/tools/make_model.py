@@ -17,57 +17,23 @@ import math
 import random
 import struct
 
+from gguf_file import ARRAY, STRING, Reader, string
+
 F32, Q4_0, Q4_1, Q8_0, BF16 = 0, 2, 3, 8, 30
 BLOCK = 32
 QUANT_BYTES = {Q4_0: 16, Q4_1: 16, Q8_0: 32}
 ALIGN = 32
-SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-U32, STRING, ARRAY, REAL = 4, 8, 9, 6
-
-
-def string(text):
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-class Reader:
-    def __init__(self, data):
-        self.data, self.at = data, 0
-
-    def number(self, form):
-        (value,) = struct.unpack_from("<" + form, self.data, self.at)
-        self.at += struct.calcsize("<" + form)
-        return value
-
-    def skip(self, kind):
-        if kind == STRING:
-            length = self.number("Q")
-            self.at += length
-        elif kind == ARRAY:
-            inner, count = self.number("I"), self.number("Q")
-            if inner in SCALAR_BYTES:
-                self.at += count * SCALAR_BYTES[inner]
-            else:
-                for _ in range(count):
-                    self.skip(inner)
-        else:
-            self.at += SCALAR_BYTES[kind]
+U32, REAL = 4, 6
 
 
 def tokenizer_keys(path):
     """The raw key-value pairs of a model's tokenizer, and how many tokens it has."""
-    with open(path, "rb") as file:
-        reader = Reader(file.read())
-    if reader.data[:4] != b"GGUF" or struct.unpack_from("<I", reader.data, 4)[0] not in (2, 3):
-        raise SystemExit(f"make_model: {path} is no GGUF file of version 2 or 3")
-    reader.at = 8
+    reader = Reader(path)
     _, count = reader.number("Q"), reader.number("Q")
     pairs, vocab = [], 0
     for _ in range(count):
         start = reader.at
-        length = reader.number("Q")
-        name = reader.data[reader.at : reader.at + length].decode()
-        reader.at += length
+        name = reader.text()
         kind = reader.number("I")
         if name == "tokenizer.ggml.tokens":
             vocab = struct.unpack_from("<Q", reader.data, reader.at + 4)[0]

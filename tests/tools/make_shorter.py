@@ -12,52 +12,14 @@ import argparse
 import re
 import struct
 
-SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-STRING, ARRAY = 8, 9
+from gguf_file import Reader, string
+
 BLOCKS = {0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 8: (32, 34), 12: (256, 144), 14: (256, 210)}
-
-
-def string(text):
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-class Reader:
-    def __init__(self, data):
-        self.data, self.at = data, 0
-
-    def number(self, form):
-        (value,) = struct.unpack_from("<" + form, self.data, self.at)
-        self.at += struct.calcsize("<" + form)
-        return value
-
-    def text(self):
-        length = self.number("Q")
-        self.at += length
-        return self.data[self.at - length : self.at].decode()
-
-    def skip(self, kind):
-        if kind == STRING:
-            self.text_bytes()
-        elif kind == ARRAY:
-            inner, count = self.number("I"), self.number("Q")
-            for _ in range(count if inner not in SCALAR_BYTES else 0):
-                self.skip(inner)
-            self.at += count * SCALAR_BYTES.get(inner, 0)
-        else:
-            self.at += SCALAR_BYTES[kind]
-
-    def text_bytes(self):
-        length = self.number("Q")
-        self.at += length
 
 
 def read(path):
     """Keys as {name: their bytes}, tensors as [(name, dims, format, bytes)], and the alignment."""
-    with open(path, "rb") as file:
-        reader = Reader(file.read())
-    if reader.data[:4] != b"GGUF" or struct.unpack_from("<I", reader.data, 4)[0] not in (2, 3):
-        raise SystemExit(f"make_shorter: {path} is no GGUF file of version 2 or 3")
-    reader.at = 8
+    reader = Reader(path)
     tensors_count, keys_count = reader.number("Q"), reader.number("Q")
     keys, align = {}, 32
     for _ in range(keys_count):

@@ -145,6 +145,15 @@ static void teardown(bench *b)
     pd_free(b);
 }
 
+/* The router lives, and is lost a second after it was heard last. */
+static void know_router(const bench *b, pd_routers *routers)
+{
+    const pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT};
+
+    pd_routers_init(routers, PD_NS_PER_S);
+    assert_true(pd_routers_on_message(routers, ROUTER, &beat, b->now_ns));
+}
+
 static void drop_own(bench *b)
 {
     pd_prefix_cache_drop(b->blocks.cache, b->own, 8, PD_CLAIM_RUNNING);
@@ -595,11 +604,9 @@ static void the_last_word_on_a_lost_router_comes_behind_all_that_is_written_for_
     (void)state;
     bench *b = setup();
     pd_msg_ship_request asked = asks(4, 88);
-    pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT};
     pd_routers routers;
 
-    pd_routers_init(&routers, PD_NS_PER_S);
-    assert_true(pd_routers_on_message(&routers, ROUTER, &beat, b->now_ns));
+    know_router(b, &routers);
     ask_move(b, &asked);
     link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
     pd_source_tell_lost(&b->source, &routers, NULL, NULL, b->now_ns);
@@ -655,11 +662,9 @@ static void words_owed_to_the_dead_elsewhere_make_nobody_mute(void **state)
     (void)state;
     bench *b = setup();
     pd_routers routers;
-    pd_message hello = {.kind = PD_MSG_WELCOME};
     pd_msg_ship_request asked = asks(4, 88);
 
-    pd_routers_init(&routers, PD_NS_PER_S);
-    assert_true(pd_routers_on_message(&routers, ROUTER, &hello, b->now_ns));
+    know_router(b, &routers);
     for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX + 1; i++)
         pd_last_words_owe(&b->words, 1000 + i % 9, &(pd_request_key){ROUTER, 100 + i, 1}, false);
     asked.source_epoch = 0;
@@ -695,11 +700,9 @@ static void words_on_nothing_take_no_place_of_words_on_what_was_sent(void **stat
     (void)state;
     bench *b = setup();
     pd_routers routers;
-    pd_message hello = {.kind = PD_MSG_WELCOME};
     pd_msg_ship_request asked = asks(4, 88);
 
-    pd_routers_init(&routers, PD_NS_PER_S);
-    assert_true(pd_routers_on_message(&routers, ROUTER, &hello, b->now_ns));
+    know_router(b, &routers);
     ask_move(b, &asked);
     link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK);
     drop_own(b);
