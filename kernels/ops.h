@@ -74,13 +74,17 @@ typedef struct kern_attention {
     const float *query; /* token t's heads at query + t * query_stride */
     float *out;
     size_t query_stride, out_stride; /* floats */
-    void *scratch;                   /* attention_scratch_bytes, 64-byte aligned, this thread's */
+    /* attention only: the first splits, made by attention_part already, one after the other; each
+     * of tokens x heads rows */
+    const float *parts;
+    uint32_t parts_splits;
+    void *scratch; /* attention_scratch_bytes, 64-byte aligned, this thread's */
 } kern_attention;
 
-/* Of one part, below. */
-static inline size_t kern_attention_part_floats(uint32_t heads, uint32_t head_dim)
+/* Of one part, below; rows: tokens x heads. */
+static inline size_t kern_attention_part_floats(uint32_t rows, uint32_t head_dim)
 {
-    return (size_t)heads * (2 + (size_t)head_dim);
+    return (size_t)rows * (2 + (size_t)head_dim);
 }
 
 typedef struct kern_ops {
@@ -114,10 +118,11 @@ typedef struct kern_ops {
     void (*silu_mul)(float *gate, const float *up, uint32_t count);
     size_t (*attention_scratch_bytes)(uint32_t heads, uint32_t head_dim);
     void (*attention)(const kern_attention *args);
-    /* The same in parts, for args->tokens == 1: a part is one split's largest scores, sums and
-     * values, [heads], [heads], [heads][head_dim]; every split up to the position's own, made on
-     * any thread, then joined in order. */
+    /* The same in parts: a part is one split's largest scores, sums and values, [rows], [rows],
+     * [rows][head_dim], of tokens x heads rows. Of one token, or of several that all see the whole
+     * split, whatever sequences they are of: then position is the split's last or later. */
     void (*attention_part)(const kern_attention *args, uint32_t split, float *part);
+    /* One token's parts, every split up to its position's own, joined in order. */
     void (*attention_join)(const kern_attention *args, uint32_t splits, const float *parts);
 } kern_ops;
 

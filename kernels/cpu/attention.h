@@ -373,9 +373,10 @@ static void att_few(const att_work *w, uint32_t first)
 static void att_ask_next(const kern_attention *next)
 {
     att_tiles tiles = att_tiles_of(next);
-    uint32_t end = next->position < ATT_NEXT_TOKENS ? next->position + 1 : ATT_NEXT_TOKENS;
+    uint32_t first = next->parts_splits * KERN_SPLIT_TOKENS, end = first + ATT_NEXT_TOKENS;
 
-    for (uint32_t at = 0; at < end; at += 16) {
+    end = next->position < end ? next->position + 1 : end;
+    for (uint32_t at = first; at < end; at += 16) {
         const uint16_t *tile = att_tile(&tiles, at);
         att_ask(tile, next->layout->head_dim);
         att_ask(tile + tiles.half, next->layout->head_dim);
@@ -404,6 +405,27 @@ static void att_finish(const att_work *w)
     }
 }
 
+/* Where a part lies; const where it is only read. */
+static void att_point_to_part(att_work *w, float *part)
+{
+    w->split_largest = part;
+    w->split_sums = part + w->rows;
+    w->part = part + 2 * (size_t)w->rows;
+}
+
+/* The splits that were made before. */
+static void att_merge_parts(const att_work *w)
+{
+    att_work made = *w;
+
+    for (uint32_t split = 0; split < w->args->parts_splits; split++) {
+        att_point_to_part(&made, (float *)(uintptr_t)w->args->parts +
+                                     split * kern_attention_part_floats(w->rows, w->dim));
+        for (uint32_t row = 0; row < w->rows; row++)
+            att_merge(&made, row, split == 0);
+    }
+}
+
 static void fast_attention(const kern_attention *args)
 {
     att_work work;
@@ -411,18 +433,12 @@ static void fast_attention(const kern_attention *args)
     att_init(&work, args);
     if (args->next != NULL)
         att_ask_next(args->next);
-    for (uint32_t first = 0; first < args->position + args->tokens; first += KERN_SPLIT_TOKENS)
+    att_merge_parts(&work);
+    for (uint32_t first = args->parts_splits * KERN_SPLIT_TOKENS;
+         first < args->position + args->tokens; first += KERN_SPLIT_TOKENS)
         for (uint32_t row = att_part(&work, first); row < work.rows; row++)
             att_merge(&work, row, first == 0);
     att_finish(&work);
-}
-
-/* Where a part of one token lies; const where it is only read. */
-static void att_point_to_part(att_work *w, float *part)
-{
-    w->split_largest = part;
-    w->split_sums = part + w->rows;
-    w->part = part + 2 * (size_t)w->rows;
 }
 
 static void fast_attention_part(const kern_attention *args, uint32_t split, float *part)

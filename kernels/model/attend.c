@@ -5,6 +5,7 @@
 #include "kernels/model/rope.h"
 
 #include <math.h>
+#include <string.h>
 
 /* Attention in parts: for at most so many heads a thread, and from so many splits a token on. */
 #define PART_ITEMS      2
@@ -16,6 +17,17 @@ typedef struct token_group {
     uint32_t row; /* of the step, the first */
     uint32_t tokens;
 } token_group;
+
+/* Splits that sequences share, K and V of which are read once for several of them: room for their
+ * parts, until each sequence goes on with what it has alone. What does not fit is not shared. */
+#define SHARED_PARTS_BYTES ((size_t)16 << 20)
+
+/* One split, for groups of tokens whose sequences have it in common. */
+typedef struct shared_split {
+    uint32_t split;
+    uint32_t first, groups; /* of the order */
+    uint32_t tokens;        /* of all, KERN_ATTENTION_TOKENS_MAX at most */
+} shared_split;
 
 /* Consecutive tokens of one slice in one block: placed by one thread, so that the block's tiles of
  * a head have one writer. */
@@ -33,11 +45,20 @@ struct kern_attend {
     place_run *runs;                    /* [rows] */
     float *parts;                       /* [PART_ITEMS a thread][item_part_floats] */
     size_t item_part_floats;            /* of all splits of one row and KV head */
-    uint8_t *scratch;                   /* [threads][scratch_bytes], the operations' */
-    size_t scratch_bytes;
+    size_t part_floats;                 /* of one split of one row and KV head */
+    uint8_t *scratch; /* [threads][scratch_bytes]: the operations', queries and a part gathered */
+    size_t scratch_bytes, ops_scratch_bytes;
+    /* Shared splits. By group: how many of its first ones, and where their parts are in units, of
+     * all KV heads' parts of a token's split each. */
+    uint32_t *shared, *parts_at; /* [rows] */
+    float *shared_parts;         /* [units_max][kv_heads][part_floats] */
+    uint32_t units_max;
+    uint32_t *order,
+        *common;        /* [rows] groups by their tables; splits in common with the one before */
+    shared_split *sets; /* [units_max] */
     /* the step under way; written by the stepping thread between steps */
     const kern_step *step;
-    uint32_t rows, groups_count, runs_count;
+    uint32_t rows, groups_count, runs_count, order_count, sets_count;
     bool all_single; /* every slice is one token */
     bool in_parts;   /* attends_in_parts */
 };
@@ -55,6 +76,13 @@ static void carve(kern_carver *c, kern_attend *a)
     a->runs = kern_carve(c, rows, sizeof *a->runs);
     a->parts = kern_carve(c, PART_ITEMS * threads * a->item_part_floats, sizeof(float));
     a->scratch = kern_carve(c, threads, a->scratch_bytes);
+    a->shared = kern_carve(c, rows, sizeof(uint32_t));
+    a->parts_at = kern_carve(c, rows, sizeof(uint32_t));
+    a->order = kern_carve(c, rows, sizeof(uint32_t));
+    a->common = kern_carve(c, rows, sizeof(uint32_t));
+    a->sets = kern_carve(c, a->units_max, sizeof *a->sets);
+    a->shared_parts =
+        kern_carve(c, (size_t)a->units_max * a->o.split->kv_heads, a->part_floats * sizeof(float));
 }
 
 pd_status kern_attend_create(const kern_attend_options *options, kern_attend **attend_out)
@@ -68,9 +96,16 @@ pd_status kern_attend_create(const kern_attend_options *options, kern_attend **a
     if (a == NULL)
         return PD_E_NOMEM;
     a->o = *options;
-    a->item_part_floats = splits * kern_attention_part_floats(group, shape->head_dim);
-    a->scratch_bytes =
+    a->part_floats = kern_attention_part_floats(group, shape->head_dim);
+    a->item_part_floats = splits * a->part_floats;
+    a->ops_scratch_bytes =
         kern_memory_round(options->ops->attention_scratch_bytes(group, shape->head_dim));
+    a->scratch_bytes = a->ops_scratch_bytes +
+                       kern_memory_round(KERN_ATTENTION_TOKENS_MAX * sizeof(float) *
+                                         ((size_t)group * shape->head_dim + a->part_floats));
+    size_t units = SHARED_PARTS_BYTES / (options->split->kv_heads * a->part_floats * sizeof(float));
+    a->units_max =
+        (uint32_t)(units < splits * options->rows_max ? units : splits * options->rows_max);
     carve(&sizing, a);
     pd_status status = kern_memory_map(sizing.bytes, &a->memory);
     if (status != PD_OK) {
@@ -207,6 +242,70 @@ static void quantize_attended(kern_attend *a, const attend_item *item)
     }
 }
 
+static float *shared_parts_of(const kern_attend *a, uint32_t group, uint32_t kv_head)
+{
+    size_t at = (size_t)a->parts_at[group] * a->o.split->kv_heads +
+                (size_t)kv_head * a->groups[group].tokens * a->shared[group];
+
+    return a->shared_parts + at * a->part_floats;
+}
+
+static void add_shared_parts(const kern_attend *a, const attend_item *item, kern_attention *args)
+{
+    uint32_t group = (uint32_t)(item->group - a->groups);
+
+    args->parts_splits = a->shared[group];
+    if (args->parts_splits > 0)
+        args->parts = shared_parts_of(a, group, item->kv_head);
+}
+
+/* A KV head's part of a shared split: the tokens' queries together, then each group's rows to where
+ * it goes on from. */
+static void attend_set(kern_attend *a, uint32_t thread, uint32_t layer, const shared_split *set,
+                       uint32_t kv_head)
+{
+    const uint32_t *members = a->order + set->first;
+    attend_item item = {&a->groups[members[0]], kv_head};
+    kern_attention args = attention_of(a, thread, layer, &item);
+    uint32_t dim = a->o.shape->head_dim, rows = set->tokens * args.heads, row = 0;
+    size_t cols = (size_t)args.heads * dim;
+    float *queries =
+        (float *)(void *)(a->scratch + thread * a->scratch_bytes + a->ops_scratch_bytes);
+    float *part = queries + KERN_ATTENTION_TOKENS_MAX * cols, *query = queries;
+
+    for (uint32_t m = 0; m < set->groups; m++) {
+        const token_group *group = &a->groups[members[m]];
+        for (uint32_t t = 0; t < group->tokens; t++, query += cols)
+            memcpy(query, row_of(a, a->o.query, group->row + t) + kv_head * cols,
+                   cols * sizeof *query);
+    }
+    args.tokens = set->tokens;
+    args.position = (set->split + 1) * KERN_SPLIT_TOKENS - 1;
+    args.query = queries;
+    args.query_stride = cols;
+    a->o.ops->attention_part(&args, set->split, part);
+    for (uint32_t m = 0; m < set->groups; m++) {
+        uint32_t own = a->groups[members[m]].tokens * args.heads;
+        float *to = shared_parts_of(a, members[m], kv_head) +
+                    set->split * kern_attention_part_floats(own, dim);
+        memcpy(to, part + row, own * sizeof *to);
+        memcpy(to + own, part + rows + row, own * sizeof *to);
+        memcpy(to + 2 * (size_t)own, part + 2 * (size_t)rows + (size_t)row * dim,
+               (size_t)own * dim * sizeof *to);
+        row += own;
+    }
+}
+
+/* After K and V are placed. A split's sets come one after the other, while it is in the cache. */
+static void attend_shared(kern_attend *a, uint32_t thread, uint32_t layer)
+{
+    uint32_t items = a->sets_count * a->o.split->kv_heads;
+
+    for (uint32_t taken; (taken = kern_team_take(a->o.team)) < items;)
+        attend_set(a, thread, layer, &a->sets[taken % a->sets_count], taken / a->sets_count);
+    kern_team_barrier(a->o.team);
+}
+
 /* next: what this thread attends afterwards; group NULL: nothing. */
 static void attend_group(kern_attend *a, uint32_t thread, uint32_t layer, const attend_item *item,
                          const attend_item *next)
@@ -215,8 +314,10 @@ static void attend_group(kern_attend *a, uint32_t thread, uint32_t layer, const 
 
     if (next->group != NULL) {
         next_args = attention_of(a, thread, layer, next);
+        add_shared_parts(a, next, &next_args);
         args.next = &next_args;
     }
+    add_shared_parts(a, item, &args);
     a->o.ops->attention(&args);
     quantize_attended(a, item);
 }
@@ -282,13 +383,16 @@ static attend_item take_item(kern_attend *a)
     return (attend_item){&a->groups[item / kv_heads], item % kv_heads};
 }
 
-/* Where every slice is one token, whoever attends for a head also places its K and V. */
+/* Where every slice is one token and nothing is shared, whoever attends for a head also places its
+ * K and V. */
 void kern_attend_layer(kern_attend *a, uint32_t thread, uint32_t layer, uint32_t live_first,
                        uint32_t live_rows)
 {
     uint32_t kv_heads = a->o.split->kv_heads;
 
-    if (!a->all_single || a->in_parts) {
+    bool placed = !a->all_single || a->in_parts || a->sets_count > 0;
+
+    if (placed) {
         uint32_t placings = a->runs_count * kv_heads;
         for (uint32_t taken; (taken = kern_team_take(a->o.team)) < placings;)
             place_run_of_head(a, layer, &a->runs[taken / kv_heads], taken % kv_heads);
@@ -298,16 +402,146 @@ void kern_attend_layer(kern_attend *a, uint32_t thread, uint32_t layer, uint32_t
         attend_in_parts(a, thread, layer);
         return;
     }
+    if (a->sets_count > 0)
+        attend_shared(a, thread, layer);
     for (attend_item item = take_item(a), next; item.group != NULL; item = next) {
         const token_group *group = item.group;
         next = take_item(a);
-        if (a->all_single) /* a group is a run then */
+        if (!placed) /* a group is a run then */
             place_run_of_head(a, layer, &a->runs[group - a->groups], item.kv_head);
         if (group->row + group->tokens <= live_first || group->row >= live_first + live_rows)
             continue;
         attend_group(a, thread, layer, &item, &next);
     }
     kern_team_barrier(a->o.team);
+}
+
+/* --- what sequences share --- */
+
+/* Splits that lie wholly before a group's tokens. */
+static uint32_t whole_splits(const kern_attend *a, uint32_t group)
+{
+    return a->row_position[a->groups[group].row] / KERN_SPLIT_TOKENS;
+}
+
+static const pd_block *table_of(const kern_attend *a, uint32_t group)
+{
+    return a->step->slices[a->groups[group].slice].blocks;
+}
+
+/* How two groups' tables compare over the splits that both have whole, and how many of these are
+ * the same memory. */
+static int compare_tables(const kern_attend *a, uint32_t left, uint32_t right, uint32_t *splits_out)
+{
+    uint32_t block_tokens = a->step->layout->block_tokens;
+    uint32_t l = whole_splits(a, left), r = whole_splits(a, right), least = l < r ? l : r;
+    uint32_t blocks = (least * KERN_SPLIT_TOKENS + block_tokens - 1) / block_tokens, same = 0;
+    const pd_block *left_table = table_of(a, left), *right_table = table_of(a, right);
+
+    while (same < blocks && left_table[same] == right_table[same])
+        same++;
+    if (same == blocks) {
+        *splits_out = least;
+        return l < r ? -1 : l > r;
+    }
+    *splits_out = same * block_tokens / KERN_SPLIT_TOKENS;
+    return left_table[same] < right_table[same] ? -1 : 1;
+}
+
+/* Groups that may share, in the order of their tables: those that have the most in common are
+ * neighbours. No heap: an insertion each. */
+static void order_groups(kern_attend *a)
+{
+    uint32_t splits;
+
+    a->order_count = 0;
+    for (uint32_t g = 0; g < a->groups_count; g++) {
+        uint32_t low = 0, high = a->order_count;
+        a->shared[g] = 0;
+        if (whole_splits(a, g) == 0 || a->groups[g].tokens > KERN_ATTENTION_TOKENS_MAX / 2)
+            continue;
+        while (low < high) {
+            uint32_t middle = low + (high - low) / 2;
+            if (compare_tables(a, a->order[middle], g, &splits) <= 0)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        memmove(a->order + low + 1, a->order + low, (a->order_count - low) * sizeof *a->order);
+        a->order[low] = g;
+        a->order_count++;
+    }
+}
+
+/* How many splits each group gets from parts, as far as there is room. */
+static void give_room(kern_attend *a)
+{
+    uint32_t units = 0;
+
+    for (uint32_t i = 0; i < a->order_count; i++) {
+        uint32_t before = a->common[i], after = i + 1 < a->order_count ? a->common[i + 1] : 0;
+        uint32_t group = a->order[i], splits = before > after ? before : after;
+        uint32_t wanted = splits * a->groups[group].tokens;
+        if (wanted > a->units_max - units)
+            continue;
+        a->shared[group] = splits;
+        a->parts_at[group] = units;
+        units += wanted;
+    }
+}
+
+/* Neighbours first .. end - 1 have the split in common: sets of about equal size. */
+static void add_sets(kern_attend *a, uint32_t split, uint32_t first, uint32_t end)
+{
+    uint32_t tokens = 0;
+
+    for (uint32_t i = first; i < end; i++)
+        tokens += a->groups[a->order[i]].tokens;
+    uint32_t count = (tokens + KERN_ATTENTION_TOKENS_MAX - 1) / KERN_ATTENTION_TOKENS_MAX;
+    uint32_t each = (tokens + count - 1) / count;
+    for (uint32_t i = first; i < end;) {
+        shared_split set = {.split = split, .first = i};
+        do {
+            set.tokens += a->groups[a->order[i++]].tokens;
+            set.groups++;
+        } while (i < end && set.tokens < each &&
+                 set.tokens + a->groups[a->order[i]].tokens <= KERN_ATTENTION_TOKENS_MAX);
+        pd_assert(a->sets_count < a->units_max); /* each has a unit of its own at least */
+        a->sets[a->sets_count++] = set;
+    }
+}
+
+static void find_shared(kern_attend *a)
+{
+    uint32_t most = 0;
+
+    a->sets_count = 0;
+    order_groups(a);
+    for (uint32_t i = 0; i < a->order_count; i++) {
+        a->common[i] = 0;
+        if (i > 0)
+            (void)compare_tables(a, a->order[i - 1], a->order[i], &a->common[i]);
+        most = a->common[i] > most ? a->common[i] : most;
+    }
+    if (most == 0)
+        return;
+    give_room(a);
+    for (uint32_t split = 0; split < most; split++) {
+        for (uint32_t i = 0, end; i < a->order_count; i = end) {
+            end = i + 1;
+            if (a->shared[a->order[i]] <= split)
+                continue;
+            while (end < a->order_count && a->common[end] > split &&
+                   a->shared[a->order[end]] > split)
+                end++;
+            add_sets(a, split, i, end);
+        }
+    }
+}
+
+uint32_t kern_attend_sets(const kern_attend *a)
+{
+    return a->sets_count;
 }
 
 /* --- the step --- */
@@ -338,5 +572,6 @@ void kern_attend_begin(kern_attend *a, const kern_step *step)
     a->all_single = true;
     for (uint32_t i = 0; i < step->slices_count; i++)
         add_slice(a, i);
-    a->in_parts = attends_in_parts(a);
+    find_shared(a);
+    a->in_parts = a->sets_count == 0 && attends_in_parts(a);
 }

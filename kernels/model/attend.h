@@ -4,8 +4,13 @@
  * shared out among the threads of a team.
  *
  * The forward pass (kernels/model/forward) makes one for a model, begins it with each step and
- * calls kern_attend_layer on every thread once a layer, between two barriers. Positions come
- * rotated; the output is quantised. */
+ * calls kern_attend_layer on every thread once a layer, between two barriers. Queries and keys are
+ * rotated here, the output is quantised here.
+ *
+ * Sequences whose tables begin with the same blocks (a prefix that the cache shares) have those in
+ * common by whole splits (KERN_SPLIT_TOKENS positions): K and V of such a split are read once for
+ * up to KERN_ATTENTION_TOKENS_MAX of their tokens, and each goes on with its own from there. Splits
+ * are made and joined as ever, so the bits are the same. */
 
 #include "kernels/model/forward.h"
 #include "kernels/model/split.h"
@@ -37,6 +42,9 @@ uint64_t kern_attend_bytes(const kern_attend *attend); /* memory held */
 /* The stepping thread's, before the threads run: rows are those of the step's slices in order, as
  * many as rows_max at most. step outlives the step. */
 void kern_attend_begin(kern_attend *attend, const kern_step *step);
+/* Of the step begun: how many times, a layer and KV head, a split is read for several sequences (or
+ * for what is left of them). */
+uint32_t kern_attend_sets(const kern_attend *attend);
 /* On every thread; begins after a barrier and ends with one. Output is wanted of rows live_first
  * .. + live_rows - 1 only, K and V are placed of all. */
 void kern_attend_layer(kern_attend *attend, uint32_t thread, uint32_t layer, uint32_t live_first,

@@ -313,14 +313,24 @@ static float part_of(const kern_attention *args, const float *query, uint32_t po
                         scores, sum_out, part);
 }
 
-/* One query head at one position: splits of 256 positions, merged in order. */
-static void attend(const kern_attention *args, const float *query, uint32_t position, float *out)
+/* One of the call's rows: a query head at one position. Splits of 256 positions, merged in order;
+ * the first ones may have been made before. */
+static void attend(const kern_attention *args, uint32_t row)
 {
-    uint32_t dim = args->layout->head_dim;
+    uint32_t dim = args->layout->head_dim, rows = args->tokens * args->heads;
+    uint32_t token = row / args->heads, position = args->position + token;
+    size_t at = (size_t)(row % args->heads) * dim;
+    const float *query = args->query + token * args->query_stride + at;
     float *part = (float *)args->scratch + KERN_SPLIT_TOKENS + dim;
-    joined j = {.out = out};
+    joined j = {.out = args->out + token * args->out_stride + at};
 
-    for (uint32_t first = 0; first <= position; first += KERN_SPLIT_TOKENS) {
+    for (uint32_t split = 0; split < args->parts_splits; split++) {
+        const float *made = args->parts + split * kern_attention_part_floats(rows, dim);
+        join_split(&j, dim, split == 0, made[row], made[rows + row],
+                   made + 2 * (size_t)rows + (size_t)row * dim);
+    }
+    for (uint32_t first = args->parts_splits * KERN_SPLIT_TOKENS; first <= position;
+         first += KERN_SPLIT_TOKENS) {
         float sum, largest = part_of(args, query, position, first, &sum, part);
         join_split(&j, dim, first == 0, largest, sum, part);
     }
@@ -329,12 +339,14 @@ static void attend(const kern_attention *args, const float *query, uint32_t posi
 
 static void ref_attention_part(const kern_attention *args, uint32_t split, float *part)
 {
-    uint32_t dim = args->layout->head_dim, heads = args->heads;
+    uint32_t dim = args->layout->head_dim, rows = args->tokens * args->heads;
 
-    for (uint32_t h = 0; h < heads; h++)
-        part[h] =
-            part_of(args, args->query + (size_t)h * dim, args->position, split * KERN_SPLIT_TOKENS,
-                    &part[heads + h], part + 2 * (size_t)heads + (size_t)h * dim);
+    for (uint32_t row = 0; row < rows; row++) {
+        const float *query = args->query + row / args->heads * args->query_stride +
+                             (size_t)(row % args->heads) * dim;
+        part[row] = part_of(args, query, args->position, split * KERN_SPLIT_TOKENS,
+                            &part[rows + row], part + 2 * (size_t)rows + (size_t)row * dim);
+    }
 }
 
 static void ref_attention_join(const kern_attention *args, uint32_t splits, const float *parts)
@@ -354,12 +366,8 @@ static void ref_attention_join(const kern_attention *args, uint32_t splits, cons
 
 static void ref_attention(const kern_attention *args)
 {
-    uint32_t dim = args->layout->head_dim;
-
-    for (uint32_t t = 0; t < args->tokens; t++)
-        for (uint32_t h = 0; h < args->heads; h++)
-            attend(args, args->query + t * args->query_stride + (size_t)h * dim, args->position + t,
-                   args->out + t * args->out_stride + (size_t)h * dim);
+    for (uint32_t row = 0; row < args->tokens * args->heads; row++)
+        attend(args, row);
 }
 
 const kern_ops kern_ops_ref = {

@@ -1,13 +1,13 @@
 /* tests/bench/engine_bench.c - how fast the engine prefills and decodes, alone on its threads.
  *
- *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT]]
+ *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT [SHARED]]]
  *
  * Prefill: one prompt of PREFILL tokens in one step, logits of the last. Decode: DECODE steps of
  * BATCH sequences (1), each after a context of CONTEXT tokens (0) whose K and V are zeros, the
- * likeliest token fed back. Read: as many bytes as a step's weights, in huge pages, by as many
- * threads, before each decode: what the machine's memory gives at that minute. DEVICE as in a
- * deployment. One JSON object on stdout: tokens a second, the median of REPEATS, after one
- * unmeasured round. */
+ * likeliest token fed back; their first SHARED positions (0) are the same blocks. Read: as many
+ * bytes as a step's weights, in huge pages, by as many threads, before each decode: what the
+ * machine's memory gives at that minute. DEVICE as in a deployment. One JSON object on stdout:
+ * tokens a second, the median of REPEATS, after one unmeasured round. */
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
@@ -34,7 +34,7 @@ typedef struct bench {
     pd_block *blocks;
     uint32_t blocks_each; /* of one sequence */
     uint32_t *prompt;
-    uint32_t prefill, decode, batch, context;
+    uint32_t prefill, decode, batch, context, shared;
     uint64_t weights_bytes;
 } bench;
 
@@ -227,7 +227,7 @@ static pd_status open_all(bench *b, char **argv)
     if (b->blocks == NULL || b->prompt == NULL)
         return PD_E_NOMEM;
     for (uint32_t i = 0; i < b->layout.blocks; i++)
-        b->blocks[i] = i;
+        b->blocks[i] = i % b->blocks_each < b->shared / 16 ? i % b->blocks_each : i;
     for (uint32_t i = 0; i < longest + BATCH_MAX; i++)
         b->prompt[i] = 100 + i * 7919 % (vocab - 100);
     return load(b, argv[2], number(argv[3]), longest);
@@ -235,22 +235,26 @@ static pd_status open_all(bench *b, char **argv)
 
 int main(int argc, char **argv)
 {
-    bench b = {.batch = argc > 7 ? number(argv[7]) : 1, .context = argc > 8 ? number(argv[8]) : 0};
+    bench b = {.batch = argc > 7 ? number(argv[7]) : 1,
+               .context = argc > 8 ? number(argv[8]) : 0,
+               .shared = argc > 9 ? number(argv[9]) : 0};
     double prefill[REPEATS_MAX], decode[REPEATS_MAX], read[REPEATS_MAX];
     reading memory = {0};
 
     pd_log_init("engine_bench", PD_LOG_WARN);
     if (argc < 7) {
         fprintf(stderr, "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS "
-                        "[BATCH [CONTEXT]]\n");
+                        "[BATCH [CONTEXT [SHARED]]]\n");
         return 2;
     }
     b.prefill = number(argv[4]);
     b.decode = number(argv[5]);
     uint32_t repeats = number(argv[6]);
     if (number(argv[3]) == 0 || b.prefill == 0 || b.decode == 0 || repeats == 0 ||
-        repeats > REPEATS_MAX || b.batch == 0 || b.batch > BATCH_MAX) {
-        fprintf(stderr, "engine_bench: threads, lengths, repeats (1 to %d) and batch (1 to %d)\n",
+        repeats > REPEATS_MAX || b.batch == 0 || b.batch > BATCH_MAX || b.shared > b.context) {
+        fprintf(stderr,
+                "engine_bench: threads, lengths, repeats (1 to %d), batch (1 to %d), "
+                "SHARED within CONTEXT\n",
                 REPEATS_MAX, BATCH_MAX);
         return 2;
     }

@@ -441,6 +441,33 @@ static void check_parts(const attention_rig *r, const kern_ops *backend, const f
     free(parts);
 }
 
+/* Attention that begins with the parts of splits that every token sees whole equals the whole. */
+static void check_goes_on_from_parts(const attention_rig *r, const kern_ops *backend,
+                                     const float *whole)
+{
+    uint32_t most = (r->args.position + 1) / KERN_SPLIT_TOKENS;
+    size_t rows_floats =
+        kern_attention_part_floats(r->args.tokens * r->args.heads, r->layout.head_dim);
+    size_t bytes = backend->attention_scratch_bytes(r->args.heads, r->layout.head_dim);
+    float *parts = random_floats(most * rows_floats + 1, 5);
+    kern_attention made = r->args, args = r->args;
+
+    args.out = calloc(args.tokens * args.out_stride, sizeof(float));
+    made.scratch = args.scratch = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    for (uint32_t splits = 1; splits <= most; splits++) {
+        memset(args.scratch, 0xff, bytes);
+        made.position = splits * KERN_SPLIT_TOKENS - 1; /* the last that is seen of it */
+        backend->attention_part(&made, splits - 1, parts + (splits - 1) * rows_floats);
+        args.parts = parts;
+        args.parts_splits = splits;
+        backend->attention(&args);
+        assert_memory_equal(args.out, whole, args.tokens * args.out_stride * sizeof(float));
+    }
+    free(args.out);
+    free(args.scratch);
+    free(parts);
+}
+
 static void check_attention(const kern_ops *fast)
 {
     for (size_t i = 0; i < sizeof attention_cases / sizeof *attention_cases; i++) {
@@ -448,6 +475,8 @@ static void check_attention(const kern_ops *fast)
         attention_set_up(&r, &attention_cases[i]);
         float *a = attend(&r, ref), *b = attend(&r, fast);
         assert_memory_equal(a, b, r.args.tokens * r.args.out_stride * sizeof(float));
+        check_goes_on_from_parts(&r, ref, a);
+        check_goes_on_from_parts(&r, fast, a);
         if (r.args.tokens == 1) {
             check_parts(&r, ref, a);
             check_parts(&r, fast, a);
