@@ -18,6 +18,10 @@ typedef struct token_group {
     uint32_t tokens;
 } token_group;
 
+/* Positions whose angles are made at once, when one of them is first reached: a worker is ready
+ * before it has angles for a context that nobody may ever fill. */
+#define ROPE_ROWS 16
+
 /* Splits that sequences share, K and V of which are read once for several of them: room for their
  * parts, until each sequence goes on with what it has alone. What does not fit is not shared. */
 #define SHARED_PARTS_BYTES ((size_t)16 << 20)
@@ -38,8 +42,11 @@ typedef struct place_run {
 
 struct kern_attend {
     kern_attend_options o;
-    kern_memory memory;                 /* all below */
-    float *rope;                        /* [context_max][rope_dims / 2][2] */
+    kern_memory memory;    /* all below */
+    double *frequencies;   /* [rope_dims / 2] */
+    float *rope;           /* [context_max][rope_dims / 2][2], as far as it was reached */
+    bool *rope_made;       /* [context_max / ROPE_ROWS] */
+    uint32_t *rope_wanted; /* [rows]: runs of ROPE_ROWS that this step is first to reach */
     uint32_t *row_slice, *row_position; /* [rows] */
     token_group *groups;                /* [rows] */
     place_run *runs;                    /* [rows] */
@@ -58,7 +65,7 @@ struct kern_attend {
     shared_split *sets; /* [units_max] */
     /* the step under way; written by the stepping thread between steps */
     const kern_step *step;
-    uint32_t rows, groups_count, runs_count, order_count, sets_count;
+    uint32_t rows, groups_count, runs_count, order_count, sets_count, rope_wanted_count;
     bool all_single; /* every slice is one token */
     bool in_parts;   /* attends_in_parts */
 };
@@ -69,6 +76,9 @@ static void carve(kern_carver *c, kern_attend *a)
 {
     size_t rows = a->o.rows_max, threads = kern_team_threads(a->o.team);
 
+    a->frequencies = kern_carve(c, a->o.shape->rope_dims / 2, sizeof(double));
+    a->rope_made = kern_carve(c, a->o.context_max / ROPE_ROWS + 1, sizeof(bool));
+    a->rope_wanted = kern_carve(c, rows, sizeof(uint32_t));
     a->rope = kern_carve(c, (size_t)a->o.context_max * a->o.shape->rope_dims, sizeof(float));
     a->row_slice = kern_carve(c, rows, sizeof(uint32_t));
     a->row_position = kern_carve(c, rows, sizeof(uint32_t));
@@ -113,7 +123,7 @@ pd_status kern_attend_create(const kern_attend_options *options, kern_attend **a
         return status;
     }
     carve(&(kern_carver){.memory = &a->memory}, a);
-    kern_rope_table(shape->rope_base, shape->rope_dims, options->context_max, a->rope);
+    kern_rope_frequencies(shape->rope_base, shape->rope_dims, a->frequencies);
     *attend_out = a;
     return PD_OK;
 }
@@ -416,6 +426,31 @@ void kern_attend_layer(kern_attend *a, uint32_t thread, uint32_t layer, uint32_t
     kern_team_barrier(a->o.team);
 }
 
+/* --- angles --- */
+
+static void want_angles(kern_attend *a, uint32_t position)
+{
+    uint32_t run = position / ROPE_ROWS;
+
+    if (!a->rope_made[run])
+        a->rope_wanted[a->rope_wanted_count++] = run;
+    a->rope_made[run] = true;
+}
+
+uint32_t kern_attend_angles(const kern_attend *a)
+{
+    return a->rope_wanted_count;
+}
+
+void kern_attend_make_angles(kern_attend *a, uint32_t n)
+{
+    uint32_t first = a->rope_wanted[n] * ROPE_ROWS, left = a->o.context_max - first;
+    uint32_t dims = a->o.shape->rope_dims;
+
+    kern_rope_rows(a->frequencies, dims, first, left < ROPE_ROWS ? left : ROPE_ROWS,
+                   a->rope + (size_t)first * dims);
+}
+
 /* --- what sequences share --- */
 
 /* Splits that lie wholly before a group's tokens. */
@@ -555,6 +590,7 @@ static void add_slice(kern_attend *a, uint32_t index)
     for (uint32_t i = 0; i < slice->count; i++, a->rows++) {
         a->row_slice[a->rows] = index;
         a->row_position[a->rows] = slice->position + i;
+        want_angles(a, slice->position + i);
         if (i % KERN_ATTENTION_TOKENS_MAX == 0)
             a->groups[a->groups_count++] = (token_group){index, a->rows, 0};
         a->groups[a->groups_count - 1].tokens++;
@@ -568,7 +604,7 @@ static void add_slice(kern_attend *a, uint32_t index)
 void kern_attend_begin(kern_attend *a, const kern_step *step)
 {
     a->step = step;
-    a->rows = a->groups_count = a->runs_count = 0;
+    a->rows = a->groups_count = a->runs_count = a->rope_wanted_count = 0;
     a->all_single = true;
     for (uint32_t i = 0; i < step->slices_count; i++)
         add_slice(a, i);

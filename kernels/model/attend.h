@@ -42,6 +42,10 @@ uint64_t kern_attend_bytes(const kern_attend *attend); /* memory held */
 /* The stepping thread's, before the threads run: rows are those of the step's slices in order, as
  * many as rows_max at most. step outlives the step. */
 void kern_attend_begin(kern_attend *attend, const kern_step *step);
+/* Runs of positions that this step is the first to reach; each, 0 .. count - 1, is to be made by
+ * one of the threads before the first layer. */
+uint32_t kern_attend_angles(const kern_attend *attend);
+void kern_attend_make_angles(kern_attend *attend, uint32_t n);
 /* Of the step begun: how many times, a layer and KV head, a split is read for several sequences (or
  * for what is left of them). */
 uint32_t kern_attend_sets(const kern_attend *attend);

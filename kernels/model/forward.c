@@ -279,10 +279,17 @@ static void embed(kern_model *model)
     uint32_t hidden = model->weights.shape->hidden;
     uint64_t row_bytes = tensor->bytes / tensor->dims[1];
 
-    for (uint32_t row; (row = kern_team_take(model->team)) < model->rows;)
+    uint32_t items = model->rows + kern_attend_angles(model->attend);
+
+    for (uint32_t row; (row = kern_team_take(model->team)) < items;) {
+        if (row >= model->rows) {
+            kern_attend_make_angles(model->attend, row - model->rows);
+            continue;
+        }
         kern_row_to_f32(tensor->dtype,
                         (const uint8_t *)tensor->data + model->row_token[row] * row_bytes, hidden,
                         model->x_rows[row]);
+    }
     kern_team_barrier(model->team);
 }
 
