@@ -105,7 +105,7 @@ typedef struct reading {
 static void read_part(void *ctx, uint32_t thread)
 {
     reading *r = ctx;
-    size_t words = r->memory.bytes / sizeof(uint64_t), threads = kern_team_threads(r->team);
+    size_t words = r->memory.bytes / sizeof(uint64_t), threads = kern_team_active(r->team);
     const uint64_t *from =
         (const uint64_t *)(const void *)r->memory.base + thread * words / threads;
     const uint64_t *to =

@@ -12,8 +12,10 @@
 
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include <cmocka.h>
 
@@ -598,6 +600,45 @@ static int set_up(void **state)
     return 0;
 }
 
+typedef struct team_late {
+    kern_team *team;
+    atomic_uint helped;
+    bool late;
+} team_late;
+
+static void be_late(void *ctx, uint32_t thread)
+{
+    team_late *late = ctx;
+
+    if (thread == 0)
+        return;
+    atomic_fetch_add(&late->helped, 1);
+    if (late->late)
+        nanosleep(&(struct timespec){.tv_nsec = 6000000}, NULL);
+}
+
+/* A thread that others wait for, run after run, is left out; and tried again, now and then. */
+static void a_team_goes_on_without_who_is_held_up(void **state)
+{
+    team_late late = {.late = true};
+
+    (void)state;
+    assert_int_equal(kern_team_create(2, &late.team), PD_OK);
+    for (int i = 0; i < 6; i++)
+        kern_team_run(late.team, be_late, &late);
+    assert_int_equal(kern_team_active(late.team), 1);
+    uint32_t helped = atomic_load(&late.helped);
+    for (int i = 0; i < 14; i++)
+        kern_team_run(late.team, be_late, &late);
+    assert_true(atomic_load(&late.helped) <= helped + 2);
+    late.late = false;
+    for (int i = 0; i < 2048 && kern_team_active(late.team) == 1; i++)
+        kern_team_run(late.team, be_late, &late);
+    assert_int_equal(kern_team_active(late.team), 2);
+    assert_int_equal(kern_team_threads(late.team), 2);
+    kern_team_destroy(late.team);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -613,6 +654,7 @@ int main(void)
         cmocka_unit_test(attention_is_equal),
         cmocka_unit_test(attention_is_accurate),
         cmocka_unit_test(a_team_does_each_item_once),
+        cmocka_unit_test(a_team_goes_on_without_who_is_held_up),
     };
     return cmocka_run_group_tests(tests, set_up, NULL);
 }
