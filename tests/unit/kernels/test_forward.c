@@ -9,13 +9,19 @@
 #include "common/base/hash.h"
 #include "common/base/mem.h"
 
+#include <linux/seccomp.h>
 #include <malloc.h>
 #include <poll.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -243,6 +249,44 @@ static void a_step_takes_nothing_from_the_heap(void **state)
     rig_end(&r);
 }
 
+/* In strict seccomp a thread may read, write and exit, and is killed at any other system call. */
+static int decode_in_strict_seccomp(bool one_call_more)
+{
+    static float logits[BATCH_MAX][TINY_VOCAB];
+    pid_t child = fork();
+    int status = 0;
+
+    if (child == 0) {
+        rig r = rig_make("cpu", 1);
+        memset(r.pool, 0, layout.pool_bytes);
+        decode_batch(&r, BATCH_MAX, logits);
+        if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) != 0)
+            _exit(2);
+        decode_batch(&r, 1, logits);
+        decode_batch(&r, BATCH_MAX, logits);
+        if (one_call_more)
+            syscall(SYS_getppid);
+        syscall(SYS_exit, 0);
+    }
+    assert_true(child > 0);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    return status;
+}
+
+/* On one thread; several meet by futexes where one has to sleep. */
+static void a_step_makes_no_system_call(void **state)
+{
+    (void)state;
+    int status = decode_in_strict_seccomp(false);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 2) {
+        print_message("skipped: no seccomp here\n");
+        skip();
+    }
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    status = decode_in_strict_seccomp(true); /* it would be seen */
+    assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
 typedef struct group_log {
     uint32_t groups[16];
     uint32_t count;
@@ -425,6 +469,7 @@ int main(void)
         cmocka_unit_test(a_row_is_the_same_alone_and_in_a_batch),
         cmocka_unit_test(a_row_is_the_same_in_batches_of_any_size),
         cmocka_unit_test(a_step_takes_nothing_from_the_heap),
+        cmocka_unit_test(a_step_makes_no_system_call),
         cmocka_unit_test(each_group_is_reported_once_and_in_order),
         cmocka_unit_test(what_is_out_of_range_is_refused),
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
