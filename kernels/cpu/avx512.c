@@ -10,6 +10,7 @@
 #include "kernels/cpu/gemm_avx512.h"
 #include "kernels/cpu/gemm_float.h"
 
+#define KERN_PACKED_PRODUCT q_product
 #include "kernels/cpu/table.h"
 
 const kern_ops kern_ops_avx512 = KERN_FAST_TABLE("cpu-avx512", kern_probe_avx512);

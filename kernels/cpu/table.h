@@ -1,13 +1,13 @@
 #pragma once
 
 /* kernels/cpu/table.h - one instruction set's table, from the functions in the headers included
- * before it. Last in the source file of an instruction set, which defines the name, the probe and
- * the table.
+ * before it. Last in the source file of an instruction set, which defines the name, the probe, the
+ * table, and KERN_PACKED_PRODUCT: the function for packed matrices.
  */
 
 static bool fast_supports(pd_dtype dtype)
 {
-    return dtype <= PD_Q8_0;
+    return dtype <= PD_Q6_K;
 }
 
 static void fast_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t rows,
@@ -25,14 +25,25 @@ static void fast_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t 
         float_product(matrix, PD_BF16, row_first, rows, acts, acts_first, acts_rows, out, add);
         break;
     case PD_Q4_0:
-        q_product(matrix, PD_Q4_0, row_first, rows, acts, acts_first, acts_rows, out, add);
+        KERN_PACKED_PRODUCT(matrix, PD_Q4_0, row_first, rows, acts, acts_first, acts_rows, out,
+                            add);
         break;
     case PD_Q4_1:
-        q_product(matrix, PD_Q4_1, row_first, rows, acts, acts_first, acts_rows, out, add);
+        KERN_PACKED_PRODUCT(matrix, PD_Q4_1, row_first, rows, acts, acts_first, acts_rows, out,
+                            add);
+        break;
+    case PD_Q8_0:
+        KERN_PACKED_PRODUCT(matrix, PD_Q8_0, row_first, rows, acts, acts_first, acts_rows, out,
+                            add);
+        break;
+    case PD_Q4_K:
+        KERN_PACKED_PRODUCT(matrix, PD_Q4_K, row_first, rows, acts, acts_first, acts_rows, out,
+                            add);
         break;
     default:
-        pd_assert(matrix->dtype == PD_Q8_0);
-        q_product(matrix, PD_Q8_0, row_first, rows, acts, acts_first, acts_rows, out, add);
+        pd_assert(matrix->dtype == PD_Q6_K);
+        KERN_PACKED_PRODUCT(matrix, PD_Q6_K, row_first, rows, acts, acts_first, acts_rows, out,
+                            add);
         break;
     }
 }

@@ -103,6 +103,7 @@ static kern_acts carve_acts(carver *c, size_t rows, uint32_t cols)
     acts.scales = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.scales);
     acts.sums = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.sums);
     acts.quant_sums = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.quant_sums);
+    acts.low_sums = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.low_sums);
     return acts;
 }
 

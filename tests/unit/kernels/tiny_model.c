@@ -2,6 +2,7 @@
 
 #include "common/base/buf.h"
 #include "common/base/mem.h"
+#include "kernels/k_blocks.h"
 #include "kernels/number.h"
 
 #include <stdio.h>
@@ -42,8 +43,8 @@ typedef struct writer {
     uint64_t keys;
 } writer;
 
-static const uint32_t gguf_types[] = {
-    [PD_F32] = 0, [PD_F16] = 1, [PD_BF16] = 30, [PD_Q4_0] = 2, [PD_Q4_1] = 3, [PD_Q8_0] = 8};
+static const uint32_t gguf_types[] = {[PD_F32] = 0,  [PD_F16] = 1,  [PD_BF16] = 30, [PD_Q4_0] = 2,
+                                      [PD_Q4_1] = 3, [PD_Q8_0] = 8, [PD_Q4_K] = 12, [PD_Q6_K] = 14};
 
 float tiny_random(uint64_t *state)
 {
@@ -64,6 +65,14 @@ static void fill_block(pd_dtype dtype, uint64_t *state, uint8_t *block)
     } else if (dtype == PD_F16 || dtype == PD_BF16) {
         half = dtype == PD_F16 ? kern_f32_to_f16(value) : (uint16_t)(kern_bits_of(value) >> 16);
         memcpy(block, &half, 2);
+    } else if (dtype == PD_Q4_K) { /* scales and minima of 6 bits: 31 on average */
+        half = kern_f32_to_f16(value * 0.0016f);
+        least = kern_f32_to_f16(value * 0.012f);
+        memcpy(block, &half, 2);
+        memcpy(block + 2, &least, 2);
+    } else if (dtype == PD_Q6_K) {
+        half = kern_f32_to_f16(value * 0.0003f);
+        memcpy(block + KERN_Q6K_D_AT, &half, 2);
     } else {
         half = dtype == PD_Q8_0 ? kern_f32_to_f16(value * 0.01f) : half;
         memcpy(block, &half, 2);
