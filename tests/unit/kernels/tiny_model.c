@@ -4,6 +4,7 @@
 #include "common/base/mem.h"
 #include "kernels/k_blocks.h"
 #include "kernels/number.h"
+#include "tests/unit/kernels/quantise.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,6 +42,7 @@ typedef struct writer {
     tensor tensors[64];
     uint32_t tensors_count;
     uint64_t keys;
+    bool from_floats;
 } writer;
 
 static const uint32_t gguf_types[] = {[PD_F32] = 0,  [PD_F16] = 1,  [PD_BF16] = 30, [PD_Q4_0] = 2,
@@ -90,6 +92,19 @@ void tiny_fill(pd_dtype dtype, uint64_t seed, uint32_t rows, uint32_t cols, void
         fill_block(dtype, &seed, (uint8_t *)out + i * info->block_bytes);
 }
 
+/* Evenly around 0, of a size that outputs are about as large as inputs. No outliers: a 4-bit block
+ * with one has little else left. */
+static void fill_from_floats(pd_dtype dtype, uint64_t seed, uint32_t rows, uint32_t cols, void *out)
+{
+    size_t count = (size_t)rows * cols;
+    float *values = malloc(count * sizeof *values);
+
+    for (size_t i = 0; i < count; i++)
+        values[i] = ((float)(pd_random_next(&seed) >> 40) * 0x1p-23f - 1) / sqrtf((float)cols / 3);
+    test_quantise(dtype, values, count, out);
+    free(values);
+}
+
 static void put_u32(pd_buf *buf, uint32_t value)
 {
     pd_buf_append(buf, &value, sizeof value);
@@ -133,13 +148,16 @@ static void key_text(writer *w, const char *key, const char *value)
 static void add_tensor(writer *w, const char *name, pd_dtype dtype, uint32_t cols, uint32_t rows)
 {
     const pd_dtype_info *info = pd_dtype_info_of(dtype);
-    size_t bytes = (size_t)cols / info->block_weights * info->block_bytes * rows;
+    size_t bytes = (size_t)cols * rows / info->block_weights * info->block_bytes;
     void *memory = malloc(bytes);
     tensor *added = &w->tensors[w->tensors_count++];
 
     *added = (tensor){.dtype = dtype, .cols = cols, .rows = rows, .offset = w->data.len};
     snprintf(added->name, sizeof added->name, "%s", name);
-    tiny_fill(dtype, w->tensors_count, rows, cols, memory);
+    if (w->from_floats && rows > 1)
+        fill_from_floats(dtype, w->tensors_count, rows, cols, memory);
+    else
+        tiny_fill(dtype, w->tensors_count, rows, cols, memory);
     pd_buf_append(&w->data, memory, bytes);
     while (w->data.len % 32 != 0)
         pd_buf_append(&w->data, "", 1);
@@ -246,6 +264,7 @@ void tiny_write(const tiny_shape *shape, const char *path)
 
     if (w == NULL || file == NULL)
         abort();
+    w->from_floats = shape->from_floats;
     pd_buf_init(&w->head, 1 << 20);
     pd_buf_init(&w->data, 1 << 23);
     add_keys(w, shape);
