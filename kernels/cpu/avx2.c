@@ -10,7 +10,6 @@
 #include "kernels/cpu/gemm_avx2.h"
 #include "kernels/cpu/gemm_float.h"
 
-#define KERN_PACKED_PRODUCT q_product
 #include "kernels/cpu/table.h"
 
-const kern_ops kern_ops_avx2 = KERN_FAST_TABLE("cpu-avx2", kern_probe_avx2);
+const kern_ops kern_ops_avx2 = KERN_FAST_TABLE("cpu-avx2", kern_probe_avx2, fast_matmul);
