@@ -55,6 +55,7 @@ typedef struct kern_acts {
     float *scales;       /* [rows][cols / 32] */
     float *sums;         /* [rows][cols / 32], scale * (sum of the block's quants) */
     int32_t *quant_sums; /* [rows][cols / 32] */
+    int32_t *low_sums;   /* [rows][cols / 32], of the first 16 quants; NULL: no product with Q6_K */
 } kern_acts;
 
 /* One KV head's attention for consecutive tokens of one sequence; their own K and V are in the

@@ -12,7 +12,7 @@
 #define KIB       (1ull << 10)
 #define MIB       (1ull << 20)
 #define TIB       (1ull << 40)
-#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512|cuda|cuda:N|cuda-emu|cuda-emu:N|auto"
+#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512|cpu-amx|cuda|cuda:N|cuda-emu|cuda-emu:N|auto"
 #define DAY       (24 * 3600 * S)
 
 /* The schema and the defaults: the one place. Keys of a section stand together. */

@@ -521,11 +521,6 @@ static pd_status read_shape(pd_model_file *file)
 
 /* ---- tensors ---- */
 
-static bool runs(pd_dtype dtype)
-{
-    return dtype != PD_Q4_K && dtype != PD_Q6_K;
-}
-
 /* A matrix [rows][columns], or a norm's vector when rows is 0, which has to be F32. */
 static pd_status check_tensor(const pd_model_file *file, const char *name, uint64_t columns,
                               uint64_t rows)
@@ -546,7 +541,7 @@ static pd_status check_tensor(const pd_model_file *file, const char *name, uint6
                      tensor->dims[3], want[0], want[1]);
         return PD_E_INVALID;
     }
-    if (!runs(tensor->dtype) || (rows == 0 && tensor->dtype != PD_F32)) {
+    if (rows == 0 && tensor->dtype != PD_F32) {
         pd_log_error("msg=\"model file: tensor's number format is not run here\" file=%s "
                      "tensor=%s format=%s",
                      file->path, name, dtypes[tensor->dtype].name);

@@ -36,13 +36,15 @@ static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_firs
         high = plain ? v_add(v_mul(high, inverse), magic) : magic;
         v16i low_quants = v_isub(v_bits(low), v_bits(magic));
         v16i high_quants = v_isub(v_bits(high), v_bits(magic));
-        int32_t sum = v_isum(low_quants) + v_isum(high_quants);
+        int32_t low_sum = v_isum(low_quants), sum = low_sum + v_isum(high_quants);
         float scale = plain ? amax / 127.0f : amax < 1 ? 0 : amax;
         v_store_i8(acts->quants + at, low_quants);
         v_store_i8(acts->quants + at + 16, high_quants);
         acts->scales[at / KERN_BLOCK] = scale;
         acts->sums[at / KERN_BLOCK] = scale * (float)sum;
         acts->quant_sums[at / KERN_BLOCK] = sum;
+        if (acts->low_sums != NULL)
+            acts->low_sums[at / KERN_BLOCK] = low_sum;
     }
 }
 

@@ -68,6 +68,7 @@ static kern_acts carve_acts(kern_carver *c, size_t rows, uint32_t cols)
     acts.scales = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.scales);
     acts.sums = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.sums);
     acts.quant_sums = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.quant_sums);
+    acts.low_sums = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.low_sums);
     return acts;
 }
 

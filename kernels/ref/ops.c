@@ -1,5 +1,6 @@
 #include "kernels/ref/ops.h"
 
+#include "kernels/k_blocks.h"
 #include "kernels/number.h"
 
 #include <stdio.h>
@@ -12,7 +13,7 @@ static int ref_probe(char *reason, size_t reason_size)
 
 static bool ref_supports(pd_dtype dtype)
 {
-    return dtype <= PD_Q8_0;
+    return dtype <= PD_Q6_K;
 }
 
 static size_t ref_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols)
@@ -32,7 +33,7 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
         size_t at = (size_t)row * acts->cols + col;
         const float *x = acts->values + at;
         uint32_t amax_bits = 0; /* ordered as |x| is, and a NaN is above everything */
-        int32_t sum = 0;
+        int32_t sum = 0, low_sum = 0;
 
         for (int i = 0; i < KERN_BLOCK; i++) {
             uint32_t bits = kern_bits_of(x[i]) & 0x7fffffff;
@@ -49,11 +50,14 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
             int32_t quant = (int32_t)(kern_bits_of(shifted) - kern_bits_of(KERN_EXP_MAGIC));
             acts->quants[at + (size_t)i] = (int8_t)quant;
             sum += (int8_t)quant;
+            low_sum += i < KERN_BLOCK / 2 ? (int8_t)quant : 0;
         }
         float scale = plain ? amax / 127.0f : amax < 1 ? 0 : amax;
         acts->scales[at / KERN_BLOCK] = scale;
         acts->sums[at / KERN_BLOCK] = scale * (float)sum;
         acts->quant_sums[at / KERN_BLOCK] = sum;
+        if (acts->low_sums != NULL)
+            acts->low_sums[at / KERN_BLOCK] = low_sum;
     }
 }
 
@@ -102,6 +106,54 @@ static float block_q8(float sum, const uint8_t *block, const kern_acts *acts, si
     return fmaf(kern_f16_to_f32(load_u16(block)) * acts->scales[at / KERN_BLOCK], (float)dot, sum);
 }
 
+/* As block_q4 with a minimum, which is the run's own; both products with the block's scales are
+ * exact. */
+static float block_q4k(float sum, const uint8_t *block, uint32_t run, const kern_acts *acts,
+                       size_t at)
+{
+    const uint8_t *scales = block + KERN_Q4K_SCALES_AT;
+    const int8_t *x = acts->quants + at;
+    float d = kern_f16_to_f32(load_u16(block)) * (float)kern_q4k_scale(scales, run);
+    float least = kern_f16_to_f32(load_u16(block + 2)) * (float)kern_q4k_minimum(scales, run);
+    int32_t dot = 0;
+
+    for (uint32_t i = 0; i < KERN_BLOCK; i++)
+        dot += (int32_t)kern_q4k_quant(block, run, i) * x[i];
+    sum = fmaf(d * acts->scales[at / KERN_BLOCK], (float)dot, sum);
+    return fmaf(-least, acts->sums[at / KERN_BLOCK], sum);
+}
+
+/* Both halves' dots times their scales are one integer, |dot| <= 32 * 32 * 127 * 128 < 2^24, so a
+ * float has it exactly, and a run of 32 is one update as with the other formats. */
+static float block_q6k(float sum, const uint8_t *block, uint32_t run, const kern_acts *acts,
+                       size_t at)
+{
+    const int8_t *x = acts->quants + at;
+    float d = kern_f16_to_f32(load_u16(block + KERN_Q6K_D_AT));
+    int32_t dot = 0;
+
+    for (uint32_t i = 0; i < KERN_BLOCK; i++)
+        dot += kern_q6k_scale(block, run, i / 16) * ((int32_t)kern_q6k_quant(block, run, i) - 32) *
+               x[i];
+    return fmaf(d * acts->scales[at / KERN_BLOCK], (float)dot, sum);
+}
+
+/* The 32 columns from col on of a quantised row, times an activation row's. */
+static float block_sum(float sum, pd_dtype dtype, const uint8_t *row, const kern_acts *acts,
+                       size_t acts_at, uint32_t col)
+{
+    const pd_dtype_info *info = pd_dtype_info_of(dtype);
+    const uint8_t *block = row + (size_t)(col / info->block_weights) * info->block_bytes;
+    uint32_t run = col / KERN_BLOCK % KERN_K_RUNS;
+
+    switch (dtype) {
+    case PD_Q8_0: return block_q8(sum, block, acts, acts_at + col);
+    case PD_Q4_K: return block_q4k(sum, block, run, acts, acts_at + col);
+    case PD_Q6_K: return block_q6k(sum, block, run, acts, acts_at + col);
+    default: return block_q4(sum, block, dtype == PD_Q4_1, acts, acts_at + col);
+    }
+}
+
 static float float_weight(pd_dtype dtype, const uint8_t *row, uint32_t col)
 {
     float value;
@@ -138,13 +190,8 @@ static float segment_sum(const kern_matrix *matrix, const uint8_t *row, const ke
 
     if (info->block_weights == 1)
         return segment_float(matrix->dtype, row, acts->values + acts_at, col_first, cols);
-    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
-        const uint8_t *block = row + (size_t)(col / KERN_BLOCK) * info->block_bytes;
-        if (matrix->dtype == PD_Q8_0)
-            sum = block_q8(sum, block, acts, acts_at + col);
-        else
-            sum = block_q4(sum, block, matrix->dtype == PD_Q4_1, acts, acts_at + col);
-    }
+    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK)
+        sum = block_sum(sum, matrix->dtype, row, acts, acts_at, col);
     return sum;
 }
 

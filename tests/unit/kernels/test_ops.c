@@ -49,7 +49,8 @@ static kern_acts make_acts(uint32_t rows, uint32_t cols, uint64_t seed)
                        .quants = calloc(count + 64, 1),
                        .scales = calloc(count / 32 + 1, sizeof(float)),
                        .sums = calloc(count / 32 + 1, sizeof(float)),
-                       .quant_sums = calloc(count / 32 + 1, sizeof(int32_t))};
+                       .quant_sums = calloc(count / 32 + 1, sizeof(int32_t)),
+                       .low_sums = calloc(count / 32 + 1, sizeof(int32_t))};
 }
 
 static void free_acts(kern_acts *acts)
@@ -59,6 +60,7 @@ static void free_acts(kern_acts *acts)
     free(acts->scales);
     free(acts->sums);
     free(acts->quant_sums);
+    free(acts->low_sums);
 }
 
 static void half_floats_convert_exactly(void **state)
@@ -134,6 +136,7 @@ static void check_quantize(const kern_ops *fast)
     assert_memory_equal(a.quants, b.quants, ROWS * COLS);
     assert_memory_equal(a.scales, b.scales, ROWS * COLS / 32 * sizeof(float));
     assert_memory_equal(a.quant_sums, b.quant_sums, ROWS * COLS / 32 * sizeof(int32_t));
+    assert_memory_equal(a.low_sums, b.low_sums, ROWS * COLS / 32 * sizeof(int32_t));
     for (uint32_t i = 0; i < ROWS * COLS / 32; i++) /* inf * 0 is some NaN */
         assert_true(memcmp(&a.sums[i], &b.sums[i], sizeof(float)) == 0 ||
                     (isnan(a.sums[i]) && isnan(b.sums[i])));
@@ -161,6 +164,11 @@ static void quantize_is_within_half_a_step(void **state)
         assert_true(fabsf(acts.values[i] - step * acts.quants[i]) <= step * 0.5001f);
     }
     free_acts(&acts);
+}
+
+static bool is_k(pd_dtype dtype)
+{
+    return pd_dtype_info_of(dtype)->block_weights == 256;
 }
 
 static void one_product(const kern_ops *fast, pd_dtype dtype, uint32_t rows, uint32_t cols,
@@ -215,14 +223,23 @@ static void check_products(const kern_ops *fast)
 {
     static const uint32_t acts_rows[] = {1, 2, 3, 7, 15, 16, 17, 41};
 
-    for (pd_dtype dtype = PD_F32; dtype <= PD_Q8_0; dtype++) {
+    for (pd_dtype dtype = PD_F32; dtype <= PD_Q6_K; dtype++) {
         for (size_t i = 0; i < sizeof acts_rows / sizeof *acts_rows; i++) {
+            if (is_k(dtype)) { /* whole blocks of 256; segments end within them */
+                one_product(fast, dtype, 1, 256, 1, acts_rows[i]);
+                one_product(fast, dtype, 15, 512, 2, acts_rows[i]);
+                one_product(fast, dtype, 37, 768, 8, acts_rows[i]);
+                one_product(fast, dtype, 64, 1280, 5, acts_rows[i]);
+                continue;
+            }
             one_product(fast, dtype, 1, 32, 1, acts_rows[i]);
             one_product(fast, dtype, 15, 64, 2, acts_rows[i]);
             one_product(fast, dtype, 37, 288, 3, acts_rows[i]);
             one_product(fast, dtype, 64, 576, 3, acts_rows[i]);
         }
         for (uint32_t segments = 4; segments <= KERN_LEAVES_MAX; segments += 1 + segments / 4)
+            one_product(fast, dtype, 17, (is_k(dtype) ? 256 : 32) * segments, segments, 9);
+        for (uint32_t segments = 8; is_k(dtype) && segments <= 64; segments *= 2)
             one_product(fast, dtype, 17, 32 * segments, segments, 9);
         if (pd_dtype_info_of(dtype)->block_weights == 1) {
             one_product(fast, dtype, 5, 7, 1, 3);
@@ -240,10 +257,10 @@ static void products_are_equal(void **state)
 /* Against double, with the activations as they were quantised: only the sums' rounding is left. */
 static void products_are_accurate(void **state)
 {
-    enum { ROWS = 24, COLS = 576 };
+    enum { ROWS = 24, COLS = 768 };
 
     (void)state;
-    for (pd_dtype dtype = PD_F32; dtype <= PD_Q8_0; dtype++) {
+    for (pd_dtype dtype = PD_F32; dtype <= PD_Q6_K; dtype++) {
         const pd_dtype_info *info = pd_dtype_info_of(dtype);
         size_t row_bytes = COLS / info->block_weights * info->block_bytes;
         uint8_t *weights = malloc(ROWS * row_bytes);

@@ -18,7 +18,9 @@ float tiny_random(uint64_t *state);
 
 typedef struct tiny_shape {
     uint32_t hidden, heads, kv_heads, head_dim, ffn, layers, vocab, context;
-    bool tied; /* the head is the embedding */
+    bool tied;        /* the head is the embedding */
+    bool from_floats; /* matrices are random floats, the same in any format, as that has them; not
+                         random blocks of the format */
     pd_dtype embedding, query, key, value, output, gate, up, down, head;
 } tiny_shape;
 extern const tiny_shape tiny_every_format;
