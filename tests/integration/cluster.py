@@ -328,3 +328,22 @@ class Cluster(Folder):
         if errors:
             raise errors[0]
         return results
+
+
+@contextlib.contextmanager
+def late_worker(one, name, **changes):
+    """A worker of that cluster that is started by hand, from a file with those changes."""
+    file = os.path.join(one.path, f"{name}.yaml")
+    with open(file, "w", encoding="utf-8") as out:
+        out.write(to_yaml(merged(one.deployment, changes)) + "\n")
+    with open(os.path.join(one.state_dir, "logs", f"{name}.log"), "w", encoding="utf-8") as log:
+        process = subprocess.Popen([os.path.join(BUILD, "deploy", f"{name.split('-')[0]}-worker"), "-f", file, "--name", name], cwd=ROOT,
+                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(os.environ, **{MARK: one.mark}))
+    try:
+        wait_until(lambda: process.poll() is not None or (one.worker(name) or {}).get("state") == "ready", 30, f"{name} is not ready")
+        yield process.pid
+        process.terminate()
+        assert process.wait(20 * SLOW) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -108,34 +109,47 @@ def test_a_killed_worker_changes_no_token(expected, shorter):
 
 
 def test_a_moved_sequence_keeps_its_tokens():
-    """Two answers that grow beyond what was predicted, on one decode worker: one stands still and moves, drafts and all."""
+    """Two answers of which the pool holds one, on the only decode worker. It is stopped when it has begun both, until the one
+    comes that one of them moves to, drafts and all. The first has the lower priority, so that the second is taken beside it."""
     over = method("prompt_lookup", adaptive=False)
-    over.update(workers=3, ratio="1:2", kv={"memory": "12MiB"}, model={"context": 512})
-    seen = []
+    over.update(workers=2, ratio="1:1", kv={"memory": "12MiB"}, model={"context": 512}, heartbeat={"lost_after": "30s", "hung_after": "60s"})
+    prompts = [[604 + 10 * n] * 30 for n in range(2)]
+    begun, stopped, answers = [threading.Event(), threading.Event()], threading.Event(), [None, None]
     with cl.Cluster(**over) as one:
-        def short():
-            body = {"model": cl.MODEL_NAME, "messages": [{"role": "user", "content": "Say OK."}], "max_tokens": 100, "temperature": 0}
-            return one.http.post("/v1/chat/completions", json=body).json()["choices"][0]["finish_reason"]
+        pid = one.worker("decode-0")["pid"]
 
-        def later(prompt, tokens):
-            cl.wait_until(lambda: any(worker["running"] for worker in one.of_role("decode")), 20, "nothing runs")
-            return one.stream(prompt, tokens, ignore_eos=True)
+        def ask(index):
+            def note(tokens):
+                if tokens >= 2:  # the first comes from the prefill worker
+                    begun[index].set()
+                if begun[0].is_set() and begun[1].is_set() and not stopped.is_set():
+                    stopped.set()
+                    os.kill(pid, signal.SIGSTOP)
+                return False
+            answers[index] = one.stream(prompts[index], 400, hang_up=note, ignore_eos=True, priority=1 - index)
 
-        for attempt in range(4):
-            assert one.together([short] * 16) == ["stop"] * 16  # answers are short, as far as either worker knows
-            prompts = [[604 + 10 * attempt + n] * 30 for n in range(2)]
-            # one worker is full while the two arrive at the other
-            got = one.together([lambda: one.stream([504 + attempt] * 440, 64, ignore_eos=True)]
-                               + [lambda prompt=prompt: later(prompt, 270) for prompt in prompts])
-            seen += [(prompt, answer.token_ids) for prompt, answer in zip(prompts, got[1:])]
-            one.assert_clean()
-            if one.metric("kvferry_worker_moved_total"):
-                break
-        assert one.metric("kvferry_worker_moved_total") > 0
-        assert counts(one)[1] > 0
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(2)]
+        try:
+            for index in range(2):
+                threads[index].start()
+                assert begun[index].wait(30 * cl.SLOW), one.worker("decode-0")
+            assert stopped.wait(10 * cl.SLOW)
+            with cl.late_worker(one, "decode-1", workers=3, ratio="1:2", kv={"memory": "64MiB"}):
+                os.kill(pid, signal.SIGCONT)
+                for thread in threads:
+                    thread.join()
+                assert [answer.error for answer in answers] == [None, None]
+                assert (one.metric("kvferry_moves_total"), one.metric("kvferry_moves_failed_total")) == (1, 0)
+                assert counts(one)[1] > 0
+                one.assert_clean()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            for thread in threads:
+                thread.join()
     with cl.Cluster() as plain:
-        for prompt, tokens in seen[-2:]:
-            assert plain.complete(prompt, 270, ignore_eos=True).token_ids == tokens
+        for prompt, answer in zip(prompts, answers):
+            assert plain.complete(prompt, 400, ignore_eos=True).token_ids == answer.token_ids
+
 
 
 def refused(what, **over):

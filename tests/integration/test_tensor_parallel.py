@@ -1,7 +1,6 @@
 """Tensor parallelism: any split of any role gives one rank's tokens, KV goes between workers with other
 splits by head slices, and a rank that dies ends its worker alone."""
 
-import contextlib
 import os
 import re
 import signal
@@ -143,25 +142,6 @@ def test_the_second_turn_fetches_the_first_ones_answer_from_another_split(model,
             assert plain.complete(turn, 12, ignore_eos=True).token_ids == tokens
 
 
-@contextlib.contextmanager
-def late_worker(one, name, **changes):
-    """A worker of that cluster that is started by hand, from a file with those changes."""
-    file = os.path.join(one.path, f"{name}.yaml")
-    with open(file, "w", encoding="utf-8") as out:
-        out.write(cl.to_yaml(cl.merged(one.deployment, changes)) + "\n")
-    with open(os.path.join(one.state_dir, "logs", f"{name}.log"), "w", encoding="utf-8") as log:
-        process = subprocess.Popen([os.path.join(cl.BUILD, "deploy", f"{name.split('-')[0]}-worker"), "-f", file, "--name", name], cwd=cl.ROOT,
-                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(os.environ, **{cl.MARK: one.mark}))
-    try:
-        cl.wait_until(lambda: process.poll() is not None or (one.worker(name) or {}).get("state") == "ready", 30, f"{name} is not ready")
-        yield process.pid
-        process.terminate()
-        assert process.wait(20 * cl.SLOW) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 4)] + ([(4, 2), (2, 8)] if FULL else []))
 def test_a_sequence_that_gives_way_moves_to_another_split(model, before, after):
     """Two answers of which the pool holds one. Nothing is left to chance: the first has a low priority, so that its end is
@@ -197,7 +177,7 @@ def test_a_sequence_that_gives_way_moves_to_another_split(model, before, after):
                 os.kill(pid, signal.SIGCONT)
                 assert stopped[index].wait(60 * cl.SLOW), one.worker("decode-0")
             assert one.metric("kvferry_sequences_suspended_total") == 0
-            with late_worker(one, "decode-1", workers=3, ratio="1:2", decode={"tensor_parallel": after}, kv={"memory": "64MiB"}):
+            with cl.late_worker(one, "decode-1", workers=3, ratio="1:2", decode={"tensor_parallel": after}, kv={"memory": "64MiB"}):
                 os.kill(pid, signal.SIGCONT)
                 for thread in threads:
                     thread.join()
