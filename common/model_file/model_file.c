@@ -38,9 +38,11 @@ struct pd_model_file {
 };
 
 static const pd_dtype_info dtypes[PD_DTYPES] = {
-    [PD_F32] = {"F32", 1, 4},       [PD_F16] = {"F16", 1, 2},       [PD_BF16] = {"BF16", 1, 2},
-    [PD_Q4_0] = {"Q4_0", 32, 18},   [PD_Q4_1] = {"Q4_1", 32, 20},   [PD_Q8_0] = {"Q8_0", 32, 34},
+    [PD_F32] = {"F32", 1, 4},       [PD_F16] = {"F16", 1, 2},
+    [PD_BF16] = {"BF16", 1, 2},     [PD_Q4_0] = {"Q4_0", 32, 18},
+    [PD_Q4_1] = {"Q4_1", 32, 20},   [PD_Q8_0] = {"Q8_0", 32, 34},
     [PD_Q4_K] = {"Q4_K", 256, 144}, [PD_Q6_K] = {"Q6_K", 256, 210},
+    [PD_INT8] = {"INT8", 1, 1},     [PD_FP8_E4M3] = {"FP8_E4M3", 1, 1},
 };
 
 const pd_dtype_info *pd_dtype_info_of(pd_dtype dtype)
@@ -523,7 +525,7 @@ static pd_status read_shape(pd_model_file *file)
 
 static bool runs(pd_dtype dtype)
 {
-    return dtype != PD_Q4_K && dtype != PD_Q6_K;
+    return dtype < PD_Q4_K;
 }
 
 /* A matrix [rows][columns], or a norm's vector when rows is 0, which has to be F32. */
