@@ -386,13 +386,13 @@ static uint32_t in_model(const kern_model *model, uint32_t kv_head)
     return model->split.rank * model->split.kv_heads + kv_head;
 }
 
-static void *key_address(const kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
+/* K's half of the block that a row's token lies in; V's follows. */
+static uint8_t *half_of(const kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
 {
     const pd_kv_layout *layout = model->step->layout;
 
     return (uint8_t *)model->step->pool +
-           pd_kv_layout_k_offset(layout, layer, block_of(model, row), in_model(model, kv_head)) +
-           (model->row_position[row] % layout->block_tokens) * layout->token_bytes;
+           pd_kv_layout_k_offset(layout, layer, block_of(model, row), in_model(model, kv_head));
 }
 
 /* Rotates one row's query and key heads of a KV head and writes K and V to the pool. */
@@ -403,14 +403,16 @@ static void place_head(kern_model *model, uint32_t layer, uint32_t row, uint32_t
     uint32_t pairs = shape->rope_dims / 2;
     const float *table = model->rope + (size_t)model->row_position[row] * shape->rope_dims;
     float *key = model->k_rows[row] + (size_t)kv_head * dim;
-    uint8_t *place = key_address(model, layer, row, kv_head);
+    const pd_kv_layout *layout = model->step->layout;
+    uint32_t token = model->row_position[row] % layout->block_tokens;
+    uint8_t *half = half_of(model, layer, row, kv_head);
 
     for (uint32_t h = 0; h < group; h++)
         model->ops->rope(model->q_rows[row] + ((size_t)kv_head * group + h) * dim, table, pairs);
     model->ops->rope(key, table, pairs);
-    model->ops->store_f16(key, dim, (uint16_t *)place);
-    model->ops->store_f16(model->v_rows[row] + (size_t)kv_head * dim, dim,
-                          (uint16_t *)(place + model->step->layout->half_bytes));
+    model->ops->store_kv(layout, key, token, half);
+    model->ops->store_kv(layout, model->v_rows[row] + (size_t)kv_head * dim, token,
+                         half + layout->half_bytes);
 }
 
 /* The tiles are hashed while what was written is still in the cache. */
@@ -891,8 +893,8 @@ static void check_layout(const kern_model *model, const pd_kv_layout *layout)
 {
     const pd_model_shape *shape = model->weights.shape;
 
-    pd_assert(layout->dtype == PD_F16 && layout->layers == shape->layers);
-    pd_assert(layout->kv_heads == shape->kv_heads && layout->head_dim == shape->head_dim);
+    pd_assert(layout->layers == shape->layers && layout->kv_heads == shape->kv_heads &&
+              layout->head_dim == shape->head_dim);
     pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
 }
 
