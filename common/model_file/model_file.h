@@ -24,13 +24,14 @@ typedef enum pd_dtype {
     PD_F32,
     PD_F16,
     PD_BF16,
-    PD_Q4_0,     /* 32 weights, 18 bytes: f16 d, 16 bytes of nibbles; w = (q - 8) * d */
-    PD_Q4_1,     /* 32 weights, 20 bytes: f16 d, f16 m, nibbles; w = q * d + m */
-    PD_Q8_0,     /* 32 weights, 34 bytes: f16 d, 32 int8; w = q * d */
-    PD_Q4_K,     /* known by size only so far */
-    PD_Q6_K,     /* known by size only so far */
-    PD_INT8,     /* of KV alone (common/kv/layout.h) */
-    PD_FP8_E4M3, /* of KV alone */
+    PD_Q4_0, /* 32 weights, 18 bytes: f16 d, 16 bytes of nibbles; w = (q - 8) * d */
+    PD_Q4_1, /* 32 weights, 20 bytes: f16 d, f16 m, nibbles; w = q * d + m */
+    PD_Q8_0, /* 32 weights, 34 bytes: f16 d, 32 int8; w = q * d */
+    PD_Q4_K, /* known by size only so far */
+    PD_Q6_K, /* known by size only so far */
+    /* of KV alone (common/kv/layout.h) */
+    PD_INT8,
+    PD_FP8_E4M3,
     PD_DTYPES,
 } pd_dtype;
 

@@ -152,7 +152,8 @@ static void formats_of_kv_are_the_ones_that_every_worker_reads(void **state)
         pd_deployment_fini(&d);
     }
     bad(MODEL "kv: {dtype: int4}\n",
-        "f.yaml:2:13: kv.dtype: must be one of f16, int8, fp8_e4m3, not 'int4'\n");
+        "f.yaml:2:13: kv.dtype: unknown value 'int4', did you mean 'int8'? (one of f16, int8, "
+        "fp8_e4m3)\n");
     bad(MODEL "kv:\n  dtype: int8\ndecode: {device: cuda:1}\n",
         "f.yaml:3:10: kv.dtype: int8 is computed by CPUs alone so far, and decode.device is "
         "cuda:1; f16 would do\n");
