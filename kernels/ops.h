@@ -59,7 +59,9 @@ typedef struct kern_acts {
 } kern_acts;
 
 /* One KV head's attention for consecutive tokens of one sequence; their own K and V are in the
- * pool already. Query and output rows: [heads][head_dim] of the query heads sharing this KV head.
+ * pool already, in the layout's format. A format with scales: a score is the product with the codes
+ * times K's scale; a weight times V's scale meets V's codes. Query and output rows:
+ * [heads][head_dim] of the query heads sharing this KV head.
  */
 typedef struct kern_attention {
     /* what this thread will attend next, so that its K and V can be asked for; NULL: unknown */
@@ -115,6 +117,9 @@ typedef struct kern_ops {
     /* Rotates the pairs (2i, 2i+1), i < pairs; table: [pairs] (cos, sin). */
     void (*rope)(float *head, const float *table, uint32_t pairs);
     void (*store_f16)(const float *x, uint32_t count, uint16_t *out);
+    /* One token's K or V of a head, in the layout's format, into a block's half of that layer and
+     * head: its row, and its scale where the format has them (kernels/kv_row.h). x: [head_dim] */
+    void (*store_kv)(const pd_kv_layout *layout, const float *x, uint32_t token, void *half);
     /* gate = gate / (1 + e^-gate) * up */
     void (*silu_mul)(float *gate, const float *up, uint32_t count);
     size_t (*attention_scratch_bytes)(uint32_t heads, uint32_t head_dim);

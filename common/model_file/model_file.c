@@ -38,9 +38,17 @@ struct pd_model_file {
 };
 
 static const pd_dtype_info dtypes[PD_DTYPES] = {
-    [PD_F32] = {"F32", 1, 4},       [PD_F16] = {"F16", 1, 2},       [PD_BF16] = {"BF16", 1, 2},
-    [PD_Q4_0] = {"Q4_0", 32, 18},   [PD_Q4_1] = {"Q4_1", 32, 20},   [PD_Q8_0] = {"Q8_0", 32, 34},
-    [PD_Q4_K] = {"Q4_K", 256, 144}, [PD_Q6_K] = {"Q6_K", 256, 210},
+    [PD_F32] = {"F32", 1, 4},
+    [PD_F16] = {"F16", 1, 2},
+    [PD_BF16] = {"BF16", 1, 2},
+    [PD_Q4_0] = {"Q4_0", 32, 18},
+    [PD_Q4_1] = {"Q4_1", 32, 20},
+    [PD_Q8_0] = {"Q8_0", 32, 34},
+    [PD_Q4_K] = {"Q4_K", 256, 144},
+    [PD_Q6_K] = {"Q6_K", 256, 210},
+    /* of KV alone */
+    [PD_INT8] = {"INT8", 1, 1},
+    [PD_FP8_E4M3] = {"FP8_E4M3", 1, 1},
 };
 
 const pd_dtype_info *pd_dtype_info_of(pd_dtype dtype)

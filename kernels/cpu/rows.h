@@ -4,6 +4,8 @@
  *
  * Part of one backend's source file; kernels/ref/ops.c says what each means. */
 
+#include "kernels/kv_row.h"
+
 V_INLINE v16 v_exp(v16 value)
 {
     v16 x = v_min(v_max(value, v_set(KERN_EXP_MIN)), v_set(KERN_EXP_MAX));
@@ -100,6 +102,21 @@ static void fast_store_f16(const float *x, uint32_t count, uint16_t *out)
         v_store_f16(out + i, v_max(v_set(-65504.0f), v_min(v_set(65504.0f), v_load(x + i))));
     for (; i < count; i++)
         out[i] = kern_f32_to_f16(x[i]);
+}
+
+static void fast_store_kv(const pd_kv_layout *layout, const float *x, uint32_t token, void *half)
+{
+    uint8_t *row = (uint8_t *)half + token * layout->token_bytes;
+    float *scale = (float *)((uint8_t *)half + layout->scales_at) + token;
+
+    switch (layout->dtype) {
+    case PD_F16: fast_store_f16(x, layout->head_dim, (uint16_t *)row); break;
+    case PD_INT8: kern_kv_row_int8(x, layout->head_dim, (int8_t *)row, scale); break;
+    default:
+        pd_assert(layout->dtype == PD_FP8_E4M3);
+        kern_kv_row_e4m3(x, layout->head_dim, row, scale);
+        break;
+    }
 }
 
 static void fast_silu_mul(float *gate, const float *up, uint32_t count)

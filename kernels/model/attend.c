@@ -161,13 +161,13 @@ static uint32_t in_model(const kern_attend *a, uint32_t kv_head)
     return a->o.split->rank * a->o.split->kv_heads + kv_head;
 }
 
-static void *key_address(const kern_attend *a, uint32_t layer, uint32_t row, uint32_t kv_head)
+/* K's half of the block that a row's token lies in; V's follows. */
+static uint8_t *half_of(const kern_attend *a, uint32_t layer, uint32_t row, uint32_t kv_head)
 {
     const pd_kv_layout *layout = a->step->layout;
 
     return (uint8_t *)a->step->pool +
-           pd_kv_layout_k_offset(layout, layer, block_of(a, row), in_model(a, kv_head)) +
-           (a->row_position[row] % layout->block_tokens) * layout->token_bytes;
+           pd_kv_layout_k_offset(layout, layer, block_of(a, row), in_model(a, kv_head));
 }
 
 /* Rotates one row's query and key heads of a KV head and writes K and V to the pool. */
@@ -178,15 +178,17 @@ static void place_head(kern_attend *a, uint32_t layer, uint32_t row, uint32_t kv
     uint32_t pairs = shape->rope_dims / 2;
     const float *table = a->rope + (size_t)a->row_position[row] * shape->rope_dims;
     float *key = row_of(a, a->o.key, row) + (size_t)kv_head * dim;
-    uint8_t *place = key_address(a, layer, row, kv_head);
+    const pd_kv_layout *layout = a->step->layout;
+    uint32_t token = a->row_position[row] % layout->block_tokens;
+    uint8_t *half = half_of(a, layer, row, kv_head);
 
     for (uint32_t h = 0; h < group; h++)
         a->o.ops->rope(row_of(a, a->o.query, row) + ((size_t)kv_head * group + h) * dim, table,
                        pairs);
     a->o.ops->rope(key, table, pairs);
-    a->o.ops->store_f16(key, dim, (uint16_t *)place);
-    a->o.ops->store_f16(row_of(a, a->o.value, row) + (size_t)kv_head * dim, dim,
-                        (uint16_t *)(place + a->step->layout->half_bytes));
+    a->o.ops->store_kv(layout, key, token, half);
+    a->o.ops->store_kv(layout, row_of(a, a->o.value, row) + (size_t)kv_head * dim, token,
+                       half + layout->half_bytes);
 }
 
 /* The tiles are hashed while what was written is still in the cache. */

@@ -645,8 +645,8 @@ static void check_layout(const kern_model *model, const pd_kv_layout *layout)
 {
     const pd_model_shape *shape = model->weights.shape;
 
-    pd_assert(layout->dtype == PD_F16 && layout->layers == shape->layers);
-    pd_assert(layout->kv_heads == shape->kv_heads && layout->head_dim == shape->head_dim);
+    pd_assert(layout->layers == shape->layers && layout->kv_heads == shape->kv_heads &&
+              layout->head_dim == shape->head_dim);
     pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
 }
 

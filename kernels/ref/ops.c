@@ -1,6 +1,7 @@
 #include "kernels/ref/ops.h"
 
 #include "kernels/k_blocks.h"
+#include "kernels/kv_row.h"
 #include "kernels/number.h"
 
 #include <stdio.h>
@@ -256,6 +257,21 @@ static void ref_store_f16(const float *x, uint32_t count, uint16_t *out)
         out[i] = kern_f32_to_f16(x[i]);
 }
 
+static void ref_store_kv(const pd_kv_layout *layout, const float *x, uint32_t token, void *half)
+{
+    uint8_t *row = (uint8_t *)half + token * layout->token_bytes;
+    float *scale = (float *)((uint8_t *)half + layout->scales_at) + token;
+
+    switch (layout->dtype) {
+    case PD_F16: ref_store_f16(x, layout->head_dim, (uint16_t *)row); break;
+    case PD_INT8: kern_kv_row_int8(x, layout->head_dim, (int8_t *)row, scale); break;
+    default:
+        pd_assert(layout->dtype == PD_FP8_E4M3);
+        kern_kv_row_e4m3(x, layout->head_dim, row, scale);
+        break;
+    }
+}
+
 static void ref_silu_mul(float *gate, const float *up, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++)
@@ -268,25 +284,49 @@ static size_t ref_attention_scratch_bytes(uint32_t heads, uint32_t head_dim)
     return (KERN_SPLIT_TOKENS + 2 * (size_t)head_dim) * sizeof(float);
 }
 
-static const uint16_t *key_row(const kern_attention *args, uint32_t position)
+/* K (half 0) or V (1) of a token in the pool. */
+typedef struct kv_row {
+    pd_dtype dtype;
+    const uint8_t *codes;
+    float scale; /* 1 where the format has none */
+} kv_row;
+
+static kv_row kv_row_at(const kern_attention *args, uint32_t position, uint32_t half)
 {
     const pd_kv_layout *layout = args->layout;
-    uint64_t offset = pd_kv_layout_k_offset(
-        layout, args->layer, args->blocks[position / layout->block_tokens], args->kv_head);
-    offset += (position % layout->block_tokens) * layout->token_bytes;
-    return (const uint16_t *)((const uint8_t *)args->pool + offset);
+    uint32_t token = position % layout->block_tokens;
+    const uint8_t *at =
+        (const uint8_t *)args->pool + half * layout->half_bytes +
+        pd_kv_layout_k_offset(layout, args->layer, args->blocks[position / layout->block_tokens],
+                              args->kv_head);
+    kv_row row = {layout->dtype, at + token * layout->token_bytes, 1};
+
+    if (layout->scale_bytes != 0)
+        memcpy(&row.scale, at + layout->scales_at + token * sizeof row.scale, sizeof row.scale);
+    return row;
+}
+
+static float code_of(const kv_row *row, uint32_t d)
+{
+    uint16_t f16;
+
+    switch (row->dtype) {
+    case PD_INT8: return (float)(int8_t)row->codes[d];
+    case PD_FP8_E4M3: return kern_e4m3_to_f32(row->codes[d]);
+    default: memcpy(&f16, row->codes + 2 * (size_t)d, sizeof f16); return kern_f16_to_f32(f16);
+    }
 }
 
 /* Even dimensions and odd ones are two chains. */
-static float score(const float *query, const uint16_t *key, uint32_t dim)
+static float score(const float *query, const kv_row *key, uint32_t dim)
 {
     float even = 0, odd = 0;
 
     for (uint32_t d = 0; d < dim; d += 2) {
-        even = fmaf(query[d], kern_f16_to_f32(key[d]), even);
-        odd = fmaf(query[d + 1], kern_f16_to_f32(key[d + 1]), odd);
+        even = fmaf(query[d], code_of(key, d), even);
+        odd = fmaf(query[d + 1], code_of(key, d + 1), odd);
     }
-    return even + odd;
+    return (even + odd) * key->scale;
 }
 
 /* Softmax over positions first .. first + count - 1 of one split: returns their largest score,
@@ -299,17 +339,18 @@ static float attend_split(const kern_attention *args, const float *query, uint32
     float largest = -INFINITY;
 
     for (uint32_t j = 0; j < count; j++) {
-        scores[j] = score(query, key_row(args, first + j), dim);
+        kv_row key = kv_row_at(args, first + j, 0);
+        scores[j] = score(query, &key, dim);
         largest = scores[j] > largest ? scores[j] : largest;
     }
     for (uint32_t d = 0; d < dim; d++)
         out[d] = 0;
     for (uint32_t j = 0; j < count; j++) {
-        const uint16_t *value = key_row(args, first + j) + args->layout->half_bytes / 2;
-        float p = kern_exp(scores[j] - largest);
+        kv_row value = kv_row_at(args, first + j, 1);
+        float p = kern_exp(scores[j] - largest), weight = p * value.scale;
         lanes[j % KERN_LANES] += p;
         for (uint32_t d = 0; d < dim; d++)
-            out[d] = fmaf(p, kern_f16_to_f32(value[d]), out[d]);
+            out[d] = fmaf(weight, code_of(&value, d), out[d]);
     }
     *sum_out = kern_tree_sum(lanes);
     return largest;
@@ -429,6 +470,7 @@ const kern_ops kern_ops_ref = {
     .rms_norm = ref_rms_norm,
     .rope = ref_rope,
     .store_f16 = ref_store_f16,
+    .store_kv = ref_store_kv,
     .silu_mul = ref_silu_mul,
     .attention_scratch_bytes = ref_attention_scratch_bytes,
     .attention = ref_attention,

@@ -1,12 +1,13 @@
 /* tests/bench/engine_bench.c - how fast the engine prefills and decodes, alone on its threads.
  *
- *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT [SHARED]]]
+ *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT [SHARED [FORMAT]]]]
  *
  * Prefill: one prompt of PREFILL tokens in one step, logits of the last. Decode: DECODE steps of
  * BATCH sequences (1), each after a context of CONTEXT tokens (0) whose K and V are zeros, the
  * likeliest token fed back; their first SHARED positions (0) are the same blocks. Read: as many
  * bytes as a step's weights, in huge pages, by as many threads, before each decode: what the
- * machine's memory gives at that minute. DEVICE as in a deployment. One JSON object on stdout:
+ * machine's memory gives at that minute. DEVICE as in a deployment,
+ * FORMAT of KV as kv.dtype (f16). One JSON object on stdout:
  * tokens a second, the median of REPEATS, after one unmeasured round. */
 
 #include "common/base/clock.h"
@@ -28,6 +29,7 @@ typedef struct bench {
     pd_model_file *file;
     const kern_backend *backend;
     kern_loaded *model;
+    pd_dtype dtype; /* of KV */
     pd_kv_layout layout;
     kern_memory memory; /* of the pool, where the backend has none of its own */
     void *pool;
@@ -213,7 +215,7 @@ static pd_status open_all(bench *b, char **argv)
         return status;
     uint32_t end = b->context + b->decode, longest = b->prefill > end ? b->prefill : end;
     b->blocks_each = (longest + 15) / 16;
-    pd_kv_layout_options kv = {.dtype = PD_F16,
+    pd_kv_layout_options kv = {.dtype = b->dtype,
                                .block_tokens = 16,
                                .memory_bytes = (uint64_t)4 << 30,
                                .blocks_max = b->blocks_each * b->batch};
@@ -237,14 +239,19 @@ int main(int argc, char **argv)
 {
     bench b = {.batch = argc > 7 ? number(argv[7]) : 1,
                .context = argc > 8 ? number(argv[8]) : 0,
-               .shared = argc > 9 ? number(argv[9]) : 0};
+               .shared = argc > 9 ? number(argv[9]) : 0,
+               .dtype = PD_F16};
     double prefill[REPEATS_MAX], decode[REPEATS_MAX], read[REPEATS_MAX];
     reading memory = {0};
 
     pd_log_init("engine_bench", PD_LOG_WARN);
     if (argc < 7) {
         fprintf(stderr, "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS "
-                        "[BATCH [CONTEXT [SHARED]]]\n");
+                        "[BATCH [CONTEXT [SHARED [FORMAT]]]]\n");
+        return 2;
+    }
+    if (argc > 10 && !pd_kv_dtype_of(argv[10], &b.dtype)) {
+        fprintf(stderr, "engine_bench: %s: no format of KV\n", argv[10]);
         return 2;
     }
     b.prefill = number(argv[4]);

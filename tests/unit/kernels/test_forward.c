@@ -1,5 +1,5 @@
 /* The forward pass gives the same bits whatever the company, the chunks, the threads and the
- * instruction set. */
+ * instruction set. test_forward [FORMAT]: of KV; f16 when not given. */
 
 #include "kernels/model/engine.h"
 #include "kernels/model/forward.h"
@@ -31,6 +31,7 @@
 #define BATCH_MAX 64 /* of four blocks each */
 
 static pd_model_file *file;
+static pd_dtype dtype = PD_F16; /* of KV */
 static pd_kv_layout layout;
 static uint32_t tokens[TOKENS];
 static float *expected; /* [TOKENS][TINY_VOCAB], the reference in one chunk */
@@ -52,7 +53,8 @@ static rig rig_make(const char *device, uint32_t threads)
 
     assert_int_equal(kern_model_create(file, &options, &r.model), PD_OK);
     r.pool = pd_malloc(layout.pool_bytes);
-    memset(r.pool, 0xff, layout.pool_bytes); /* f16 NaN: what was not written must not be read */
+    memset(r.pool, 0xff,
+           layout.pool_bytes); /* NaN, or scales that are: what was not written must not be read */
     for (uint32_t i = 0; i < BLOCKS; i++)
         r.blocks[i] = i * 101 % BLOCKS;
     return r;
@@ -90,7 +92,7 @@ static int set_up(void **state)
 
     (void)state;
     file = tiny_open();
-    layout = tiny_layout(file, BLOCKS);
+    layout = tiny_layout_of(file, BLOCKS, dtype);
     for (uint32_t i = 0; i < TOKENS; i++)
         tokens[i] = (uint32_t)(pd_random_next(&seed) % TINY_VOCAB);
     expected = pd_malloc(sizeof(float) * TOKENS * TINY_VOCAB);
@@ -462,7 +464,7 @@ static void engine_refuses_when_eight_wait_and_ends_with_work_left(void **state)
     rig_end(&r);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_are_equal_for_every_backend_thread_count_and_chunk),
@@ -477,5 +479,7 @@ int main(void)
         cmocka_unit_test(engine_hands_jobs_back_in_order_with_their_tokens),
         cmocka_unit_test(engine_refuses_when_eight_wait_and_ends_with_work_left),
     };
+    if (argc > 1 && !pd_kv_dtype_of(argv[1], &dtype))
+        return 2;
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

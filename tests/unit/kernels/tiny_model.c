@@ -311,8 +311,13 @@ pd_model_file *tiny_open_for_ranks(uint32_t kv_heads)
 
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks)
 {
+    return tiny_layout_of(file, blocks, PD_F16);
+}
+
+pd_kv_layout tiny_layout_of(const pd_model_file *file, uint32_t blocks, pd_dtype dtype)
+{
     pd_kv_layout layout;
-    pd_kv_layout_options options = {.dtype = PD_F16,
+    pd_kv_layout_options options = {.dtype = dtype,
                                     .block_tokens = 16,
                                     .group_layers = 2,
                                     .memory_bytes = (uint64_t)1 << 30,

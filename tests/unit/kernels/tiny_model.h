@@ -34,3 +34,5 @@ pd_model_file *tiny_open_shape(const tiny_shape *shape);
 pd_model_file *tiny_open_for_ranks(uint32_t kv_heads);
 /* A layout for it, with blocks of 16 tokens and groups of one layer. */
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks);
+/* The same with KV in another format than f16. */
+pd_kv_layout tiny_layout_of(const pd_model_file *file, uint32_t blocks, pd_dtype dtype);
