@@ -42,7 +42,7 @@ static void fast_matmul(const kern_matrix *matrix, uint32_t row_first, uint32_t 
     {                                                                                              \
         .name = (table_name), .probe = (table_probe), .supports = fast_supports,                   \
         .pack_bytes = kern_pack_bytes, .pack = kern_pack, .quantize = fast_quantize,               \
-        .residual = fast_residual, .matmul = (table_matmul), .rms_norm = fast_rms_norm,               \
+        .residual = fast_residual, .matmul = (table_matmul), .rms_norm = fast_rms_norm,            \
         .rope = fast_rope, .store_f16 = fast_store_f16, .store_kv = fast_store_kv,                 \
         .silu_mul = fast_silu_mul, .attention_scratch_bytes = fast_attention_scratch_bytes,        \
         .attention = fast_attention, .attention_part = fast_attention_part,                        \
