@@ -150,7 +150,7 @@ typedef struct kern_backend {
     /* The pool that steps work on; layout is copied. pool: all of it, where it is any host memory;
      * where pool_own, rank 0's piece, and NULL at the others, who get theirs from rank 0. seals:
      * hashes for seals are made while K and V are written; else seal and check are made from the
-     * bytes. PD_E_NOMEM. */
+     * bytes. PD_E_NOMEM, PD_E_UNSUPPORTED (a format of KV that the backend does not read). */
     pd_status (*bind)(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals);
 
     /* Runs the step to its end. A row's result is bit for bit the same whatever shares its step,

@@ -30,3 +30,16 @@ void kern_memory_unmap(kern_memory *memory);
 void *kern_memory_take(kern_memory *memory, size_t bytes);
 /* What a take of bytes uses up. */
 size_t kern_memory_round(size_t bytes);
+
+/* Parts of one memory, added up first and taken then, by the same function. */
+typedef struct kern_carver {
+    kern_memory *memory; /* NULL: only add up */
+    size_t bytes;
+} kern_carver;
+
+/* [count], of size bytes each; NULL while it only adds up. */
+static inline void *kern_carve(kern_carver *c, size_t count, size_t size)
+{
+    c->bytes += kern_memory_round(count * size);
+    return c->memory == NULL ? NULL : kern_memory_take(c->memory, count * size);
+}

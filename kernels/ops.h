@@ -55,10 +55,13 @@ typedef struct kern_acts {
     float *scales;       /* [rows][cols / 32] */
     float *sums;         /* [rows][cols / 32], scale * (sum of the block's quants) */
     int32_t *quant_sums; /* [rows][cols / 32] */
+    int32_t *low_sums;   /* [rows][cols / 32], of the first 16 quants; NULL: no product with Q6_K */
 } kern_acts;
 
 /* One KV head's attention for consecutive tokens of one sequence; their own K and V are in the
- * pool already. Query and output rows: [heads][head_dim] of the query heads sharing this KV head.
+ * pool already, in the layout's format. A format with scales: a score is the product with the codes
+ * times K's scale; a weight times V's scale meets V's codes. Query and output rows:
+ * [heads][head_dim] of the query heads sharing this KV head.
  */
 typedef struct kern_attention {
     /* what this thread will attend next, so that its K and V can be asked for; NULL: unknown */
@@ -74,13 +77,17 @@ typedef struct kern_attention {
     const float *query; /* token t's heads at query + t * query_stride */
     float *out;
     size_t query_stride, out_stride; /* floats */
-    void *scratch;                   /* attention_scratch_bytes, 64-byte aligned, this thread's */
+    /* attention only: the first splits, made by attention_part already, one after the other; each
+     * of tokens x heads rows */
+    const float *parts;
+    uint32_t parts_splits;
+    void *scratch; /* attention_scratch_bytes, 64-byte aligned, this thread's */
 } kern_attention;
 
-/* Of one part, below. */
-static inline size_t kern_attention_part_floats(uint32_t heads, uint32_t head_dim)
+/* Of one part, below; rows: tokens x heads. */
+static inline size_t kern_attention_part_floats(uint32_t rows, uint32_t head_dim)
 {
-    return (size_t)heads * (2 + (size_t)head_dim);
+    return (size_t)rows * (2 + (size_t)head_dim);
 }
 
 typedef struct kern_ops {
@@ -110,14 +117,18 @@ typedef struct kern_ops {
     /* Rotates the pairs (2i, 2i+1), i < pairs; table: [pairs] (cos, sin). */
     void (*rope)(float *head, const float *table, uint32_t pairs);
     void (*store_f16)(const float *x, uint32_t count, uint16_t *out);
+    /* One token's K or V of a head, in the layout's format, into a block's half of that layer and
+     * head: its row, and its scale where the format has them (kernels/kv_row.h). x: [head_dim] */
+    void (*store_kv)(const pd_kv_layout *layout, const float *x, uint32_t token, void *half);
     /* gate = gate / (1 + e^-gate) * up */
     void (*silu_mul)(float *gate, const float *up, uint32_t count);
     size_t (*attention_scratch_bytes)(uint32_t heads, uint32_t head_dim);
     void (*attention)(const kern_attention *args);
-    /* The same in parts, for args->tokens == 1: a part is one split's largest scores, sums and
-     * values, [heads], [heads], [heads][head_dim]; every split up to the position's own, made on
-     * any thread, then joined in order. */
+    /* The same in parts: a part is one split's largest scores, sums and values, [rows], [rows],
+     * [rows][head_dim], of tokens x heads rows. Of one token, or of several that all see the whole
+     * split, whatever sequences they are of: then position is the split's last or later. */
     void (*attention_part)(const kern_attention *args, uint32_t split, float *part);
+    /* One token's parts, every split up to its position's own, joined in order. */
     void (*attention_join)(const kern_attention *args, uint32_t splits, const float *parts);
 } kern_ops;
 

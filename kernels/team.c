@@ -1,5 +1,6 @@
 #include "kernels/team.h"
 
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 
@@ -15,22 +16,41 @@
  * thread kept from its core by another process is not waited for at full load. */
 #define SPINS_MAX 2000
 
+/* Judged over so long: a few runs of decode, one of prefill. */
+#define JUDGE_NS (10 * PD_NS_PER_MS)
+/* Helpers that were let go are tried again after so many runs, four times as many each time that it
+ * was no use. */
+#define APART_RUNS_MIN 16
+#define APART_RUNS_MAX 1024
+
+/* A number that threads wait to see changed; cache lines of its own. */
+typedef struct gate {
+    char apart_0[64];
+    atomic_uint number;
+    atomic_uint sleepers;
+    char apart_1[64];
+} gate;
+
 struct kern_team {
-    atomic_uint threads; /* changes only when a start fails half way */
-    uint32_t started;    /* helper threads to join */
-    bool stop;           /* written before a barrier, read after */
-    kern_team_fn *fn;    /* likewise */
+    uint32_t threads;
+    uint32_t started; /* helper threads to join */
+    /* those that run: 0 .. active - 1. Written between runs, read within */
+    uint32_t active;
+    bool stop;        /* written before a gate opens, read after */
+    kern_team_fn *fn; /* likewise */
     void *ctx;
     pthread_t handles[KERN_THREADS_MAX];
-    /* a cache line apart: every thread writes the first two, and all watch the third */
-    char apart_0[64];
-    atomic_uint arrived;
+    gate starts[KERN_THREADS_MAX]; /* of each helper */
+    gate barrier;
     char apart_1[64];
-    atomic_uint next;
+    atomic_uint arrived;
     char apart_2[64];
-    atomic_uint generation;
-    atomic_uint sleepers;
+    atomic_uint next;
     char apart_3[64];
+    /* Nanoseconds that threads slept at barriers, all together; the owner's judgement. */
+    atomic_uint_fast64_t slept_ns;
+    uint64_t judged_ns;              /* run since the last judgement */
+    uint32_t apart_runs, apart_left; /* with fewer than all threads; and still to go */
 };
 
 typedef struct helper_start {
@@ -45,41 +65,51 @@ static void pause_briefly(void)
 #endif
 }
 
-static void wait_for_change(kern_team *team, unsigned generation)
+/* Returns the nanoseconds that it took beyond a short while. */
+static uint64_t wait_for_change(gate *g, unsigned number)
 {
     for (int spin = 0; spin < SPINS_MAX; spin++) {
-        if (atomic_load_explicit(&team->generation, memory_order_acquire) != generation)
-            return;
+        if (atomic_load_explicit(&g->number, memory_order_acquire) != number)
+            return 0;
         pause_briefly();
     }
-    atomic_fetch_add(&team->sleepers, 1);
-    while (atomic_load(&team->generation) == generation)
-        syscall(SYS_futex, &team->generation, FUTEX_WAIT_PRIVATE, generation, NULL, NULL, 0);
-    atomic_fetch_sub(&team->sleepers, 1);
+    uint64_t began_ns = pd_clock_now_ns();
+    atomic_fetch_add(&g->sleepers, 1);
+    while (atomic_load(&g->number) == number)
+        syscall(SYS_futex, &g->number, FUTEX_WAIT_PRIVATE, number, NULL, NULL, 0);
+    atomic_fetch_sub(&g->sleepers, 1);
+    return pd_clock_now_ns() - began_ns;
+}
+
+static void open_gate(gate *g, unsigned number)
+{
+    /* Sequentially consistent against the sleeper's "count me, then look": one of us sees. */
+    atomic_store(&g->number, number);
+    if (atomic_load(&g->sleepers) != 0)
+        syscall(SYS_futex, &g->number, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
 }
 
 void kern_team_barrier(kern_team *team)
 {
-    if (team->threads == 1) {
+    if (team->active == 1) {
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         return;
     }
-    unsigned generation = atomic_load_explicit(&team->generation, memory_order_relaxed);
-    if (atomic_fetch_add(&team->arrived, 1) + 1 < team->threads) {
-        wait_for_change(team, generation);
+    unsigned number = atomic_load_explicit(&team->barrier.number, memory_order_relaxed);
+    if (atomic_fetch_add(&team->arrived, 1) + 1 < team->active) {
+        uint64_t slept_ns = wait_for_change(&team->barrier, number);
+        if (slept_ns > 0)
+            atomic_fetch_add_explicit(&team->slept_ns, slept_ns, memory_order_relaxed);
         return;
     }
     atomic_store_explicit(&team->arrived, 0, memory_order_relaxed);
     atomic_store_explicit(&team->next, 0, memory_order_relaxed);
-    /* Sequentially consistent against the sleeper's "count me, then look": one of us sees. */
-    atomic_store(&team->generation, generation + 1);
-    if (atomic_load(&team->sleepers) != 0)
-        syscall(SYS_futex, &team->generation, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+    open_gate(&team->barrier, number + 1);
 }
 
 uint32_t kern_team_take(kern_team *team)
 {
-    if (team->threads == 1) {
+    if (team->active == 1) {
         uint32_t taken = atomic_load_explicit(&team->next, memory_order_relaxed);
         atomic_store_explicit(&team->next, taken + 1, memory_order_relaxed);
         return taken;
@@ -94,8 +124,8 @@ static void *helper_main(void *arg)
     uint32_t thread = start->thread;
 
     pd_free(start);
-    for (;;) {
-        kern_team_barrier(team); /* until run or destroy */
+    for (unsigned number = 0;; number++) {
+        (void)wait_for_change(&team->starts[thread], number);
         if (team->stop)
             return NULL;
         team->fn(team->ctx, thread);
@@ -108,13 +138,67 @@ uint32_t kern_team_threads(const kern_team *team)
     return team->threads;
 }
 
+uint32_t kern_team_active(const kern_team *team)
+{
+    return team->active;
+}
+
+static void start_helpers(kern_team *team, uint32_t end)
+{
+    for (uint32_t thread = 1; thread < end; thread++) {
+        unsigned number = atomic_load_explicit(&team->starts[thread].number, memory_order_relaxed);
+        open_gate(&team->starts[thread], number + 1);
+    }
+}
+
+static void judge_anew(kern_team *team)
+{
+    team->judged_ns = 0;
+    atomic_store_explicit(&team->slept_ns, 0, memory_order_relaxed);
+}
+
+/* Where cores are taken by others, whoever is kept from its own holds up all at the next barrier,
+ * and many threads can be slower than one. What they did not sleep is how many of them the machine
+ * lets work; when that is little more than half, so many go on without the rest. */
+static void judge(kern_team *team, uint64_t ns)
+{
+    if (team->active < team->threads) {
+        if (--team->apart_left > 0)
+            return;
+        team->active = team->threads;
+        judge_anew(team);
+        return;
+    }
+    team->judged_ns += ns;
+    if (team->judged_ns < JUDGE_NS)
+        return;
+    uint64_t all_ns = team->judged_ns * team->threads;
+    uint64_t slept_ns = atomic_load_explicit(&team->slept_ns, memory_order_relaxed);
+    uint64_t worked_ns = all_ns > slept_ns ? all_ns - slept_ns : 0;
+    if (worked_ns * 5 < all_ns * 3) {
+        uint64_t half = team->judged_ns / 2;
+        team->active = (uint32_t)((worked_ns + half) / team->judged_ns);
+        team->active = team->active == 0 ? 1 : team->active;
+        team->apart_left = team->apart_runs;
+        team->apart_runs *= team->apart_runs < APART_RUNS_MAX ? 4 : 1;
+    } else {
+        team->apart_runs /= team->apart_runs > APART_RUNS_MIN ? 2 : 1;
+    }
+    judge_anew(team);
+}
+
 void kern_team_run(kern_team *team, kern_team_fn *fn, void *ctx)
 {
+    uint64_t began_ns = team->threads > 1 ? pd_clock_now_ns() : 0;
+
     team->fn = fn;
     team->ctx = ctx;
-    kern_team_barrier(team);
+    atomic_store_explicit(&team->next, 0, memory_order_relaxed);
+    start_helpers(team, team->active);
     fn(ctx, 0);
     kern_team_barrier(team);
+    if (team->threads > 1)
+        judge(team, pd_clock_now_ns() - began_ns);
 }
 
 static uint32_t usable_cores(void)
@@ -157,8 +241,9 @@ pd_status kern_team_create(uint32_t threads, kern_team **team_out)
         status = start_helper(team, thread);
         team->started += status == PD_OK;
     }
+    team->active = team->threads;
+    team->apart_runs = APART_RUNS_MIN;
     if (status != PD_OK) {
-        team->threads = team->started + 1;
         kern_team_destroy(team);
         return status;
     }
@@ -171,7 +256,7 @@ void kern_team_destroy(kern_team *team)
     if (team == NULL)
         return;
     team->stop = true;
-    kern_team_barrier(team);
+    start_helpers(team, team->started + 1);
     for (uint32_t thread = 1; thread <= team->started; thread++)
         pthread_join(team->handles[thread], NULL);
     pd_free(team);

@@ -3,8 +3,10 @@
 /* kernels/team.h - a team of threads that run one function together.
  *
  * Waiting threads spin briefly and then sleep in the kernel, so that an idle team costs nothing
- * and a disturbed machine is not made worse. The owner calls create, run and destroy from one
- * thread at a time; barrier and take are for the function being run. */
+ * and a disturbed machine is not made worse. When other processes take the cores, so that threads
+ * sleep at barriers more than they help, a run has fewer of them for a while. The owner calls
+ * create, run and destroy from one thread at a time; barrier and take are for the function being
+ * run. */
 
 #include "common/base/status.h"
 
@@ -21,9 +23,13 @@ PD_CHECKED pd_status kern_team_create(uint32_t threads, kern_team **team_out);
 void kern_team_destroy(kern_team *team);
 uint32_t kern_team_threads(const kern_team *team);
 
-/* Runs fn(ctx, thread) on every thread, thread 0 being the caller; returns when all are done. */
+/* Of these, how many the next run has. */
+uint32_t kern_team_active(const kern_team *team);
+
+/* Runs fn(ctx, thread) on every active thread, 0 .. active - 1, thread 0 being the caller; returns
+ * when all are done. */
 void kern_team_run(kern_team *team, kern_team_fn *fn, void *ctx);
-/* All threads of the team call it; what they wrote before is seen by all after. Starts the
+/* All active threads call it; what they wrote before is seen by all after. Starts the
  * counter of kern_team_take anew. */
 void kern_team_barrier(kern_team *team);
 /* Hands out 0, 1, 2, ... to whoever asks, since the last barrier. */

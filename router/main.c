@@ -151,10 +151,11 @@ static pd_status open_model(router *r)
                      shape->context, d->model.path);
         return PD_E_INVALID;
     }
-    const pd_kv_layout_options options = {.dtype = PD_F16, /* the schema knows no other */
-                                          .block_tokens = d->kv.block_tokens,
-                                          .group_layers = d->kv.group_layers,
-                                          .memory_bytes = d->kv.memory_bytes};
+    pd_kv_layout_options options = {.block_tokens = d->kv.block_tokens,
+                                    .group_layers = d->kv.group_layers,
+                                    .memory_bytes = d->kv.memory_bytes};
+    /* the schema allows no other */
+    pd_assert(pd_kv_dtype_of(d->kv.dtype, &options.dtype));
     status = pd_kv_layout_make(shape, &options, &r->layout);
     if (status != PD_OK) {
         pd_log_error("msg=\"kv: the pool cannot be laid out: %s\" memory=%" PRIu64,

@@ -650,6 +650,19 @@ static void finish_speculative(reading *r)
                  d->speculative.draft_tokens, d->speculative.window);
 }
 
+/* Which formats a GPU's kernels read (kernels/cuda). */
+static void check_kv_dtype(reading *r, const char *role, const pd_deployment_pool *pool)
+{
+    const pd_deployment *d = &r->v.d;
+
+    if (d->kv.dtype == NULL || pool->device == NULL || strcmp(d->kv.dtype, "f16") == 0 ||
+        strncmp(pool->device, "cuda", 4) != 0)
+        return;
+    TELL_KEY(r, "kv.dtype",
+             "%s is computed by CPUs alone so far, and %s.device is %s; f16 would do", d->kv.dtype,
+             role, pool->device);
+}
+
 static void finish_rest(reading *r)
 {
     pd_deployment *d = &r->v.d;
@@ -658,6 +671,8 @@ static void finish_rest(reading *r)
         TELL_KEY(r, "kv.block_tokens", "must be a multiple of 16, not %u; %u or %u would do",
                  d->kv.block_tokens, d->kv.block_tokens / 16 * 16,
                  (d->kv.block_tokens / 16 + 1) * 16);
+    check_kv_dtype(r, "prefill", &d->prefill);
+    check_kv_dtype(r, "decode", &d->decode);
     if (state_of(r, "heartbeat.interval") != BAD && state_of(r, "heartbeat.lost_after") != BAD &&
         d->heartbeat.lost_after_ns < 2 * d->heartbeat.interval_ns) {
         const pd_yaml_node *at = r->nodes[key_must("heartbeat.lost_after")];

@@ -126,7 +126,7 @@ typedef struct pd_deployment {
 
     struct {
         uint32_t block_tokens; /* multiple of 16, at most 256 */
-        const char *dtype;     /* "f16" */
+        const char *dtype;     /* "f16", "int8", "fp8_e4m3" */
         uint64_t memory_bytes; /* pool of one worker */
         uint32_t group_layers; /* 0: chosen from the block size */
         bool prefix_cache;     /* finished blocks stay for reuse */

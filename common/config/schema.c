@@ -12,7 +12,7 @@
 #define KIB       (1ull << 10)
 #define MIB       (1ull << 20)
 #define TIB       (1ull << 40)
-#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512|cuda|cuda:N|cuda-emu|cuda-emu:N|auto"
+#define DEVICES   "cpu|cpu-ref|cpu-avx2|cpu-avx512|cpu-amx|cuda|cuda:N|cuda-emu|cuda-emu:N|auto"
 #define DAY       (24 * 3600 * S)
 
 /* The schema and the defaults: the one place. Keys of a section stand together. */
@@ -133,7 +133,9 @@ const pd_key pd_schema[] = {
      64 * TIB, "64MiB", NULL, "draft_model: its own KV in one worker"},
     {"kv.block_tokens", PD_KEY_INTEGER, AT(kv.block_tokens), 16, 256, "16", NULL,
      "tokens of a KV block; a multiple of 16"},
-    {"kv.dtype", PD_KEY_CHOICE, AT(kv.dtype), 0, 0, "f16", "f16", "number format of the KV cache"},
+    {"kv.dtype", PD_KEY_CHOICE, AT(kv.dtype), 0, 0, "f16", "f16|int8|fp8_e4m3",
+     "number format of the KV cache, and of KV on the wire; int8 and fp8_e4m3: nearly twice the "
+     "tokens"},
     {"kv.memory", PD_KEY_SIZE, AT(kv.memory_bytes), MIB, 64 * TIB, "1GiB", NULL,
      "KV memory of one worker"},
     {"kv.group_layers", PD_KEY_AUTO, AT(kv.group_layers), 1, 1024, "auto", NULL,

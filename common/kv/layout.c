@@ -2,6 +2,7 @@
 #include "common/base/log.h"
 
 #include <stdio.h>
+#include <string.h>
 
 /* A put of about this size keeps shared memory and tcp at full rate without making a layer wait
  * long for its neighbours. */
@@ -12,6 +13,43 @@
 #define GROUPS_AIM 12
 
 #define BLOCK_TOKENS_MAX 256
+
+typedef struct number_format {
+    pd_dtype dtype;
+    const char *name;
+    uint32_t element_bytes, scale_bytes;
+} number_format;
+
+static const number_format formats[] = {
+    {PD_F16, "f16", 2, 0},
+    {PD_INT8, "int8", 1, sizeof(float)},
+    {PD_FP8_E4M3, "fp8_e4m3", 1, sizeof(float)},
+};
+#define FORMATS (sizeof formats / sizeof *formats)
+
+static const number_format *format_of(pd_dtype dtype)
+{
+    for (size_t i = 0; i < FORMATS; i++)
+        if (formats[i].dtype == dtype)
+            return &formats[i];
+    return NULL;
+}
+
+bool pd_kv_dtype_of(const char *name, pd_dtype *dtype_out)
+{
+    for (size_t i = 0; i < FORMATS; i++)
+        if (strcmp(formats[i].name, name) == 0) {
+            *dtype_out = formats[i].dtype;
+            return true;
+        }
+    return false;
+}
+
+const char *pd_kv_dtype_name(pd_dtype dtype)
+{
+    pd_assert(format_of(dtype) != NULL);
+    return format_of(dtype)->name;
+}
 
 static uint32_t choose_group_layers(uint32_t layers, uint64_t block_layer_bytes)
 {
@@ -24,8 +62,8 @@ static uint32_t choose_group_layers(uint32_t layers, uint64_t block_layer_bytes)
 
 static pd_status check(const pd_model_shape *shape, const pd_kv_layout_options *options)
 {
-    if (options->dtype != PD_F16) {
-        pd_log_error("msg=\"kv layout: only f16 blocks are supported\" dtype=%d",
+    if (format_of(options->dtype) == NULL) {
+        pd_log_error("msg=\"kv layout: blocks are f16, int8 or fp8_e4m3\" dtype=%d",
                      (int)options->dtype);
         return PD_E_UNSUPPORTED;
     }
@@ -59,6 +97,7 @@ pd_status pd_kv_layout_make(const pd_model_shape *shape, const pd_kv_layout_opti
     pd_status status = check(shape, options);
     if (status != PD_OK)
         return status;
+    const number_format *format = format_of(options->dtype);
     pd_kv_layout layout = {
         .dtype = options->dtype,
         .layers = shape->layers,
@@ -66,11 +105,13 @@ pd_status pd_kv_layout_make(const pd_model_shape *shape, const pd_kv_layout_opti
         .head_dim = shape->head_dim,
         .ranks = options->ranks != 0 ? options->ranks : 1,
         .block_tokens = options->block_tokens,
-        .element_bytes = 2,
+        .element_bytes = format->element_bytes,
+        .scale_bytes = format->scale_bytes,
     };
     layout.rank_heads = layout.kv_heads / layout.ranks;
     layout.token_bytes = (uint64_t)layout.head_dim * layout.element_bytes;
-    layout.half_bytes = layout.block_tokens * layout.token_bytes;
+    layout.scales_at = layout.block_tokens * layout.token_bytes;
+    layout.half_bytes = layout.scales_at + (uint64_t)layout.block_tokens * layout.scale_bytes;
     layout.layer_bytes = 2 * layout.half_bytes;
     uint64_t block_layer_bytes = layout.kv_heads * layout.layer_bytes;
     layout.group_layers = options->group_layers != 0
@@ -175,6 +216,7 @@ pd_kv_layout pd_kv_layout_of_peer(const pd_kv_layout *layout, uint32_t blocks, u
 
 void pd_kv_layout_describe(const pd_kv_layout *layout, char *text, size_t size)
 {
-    snprintf(text, size, "f16 %ux%ux%u blocks of %u tokens, groups of %u layers", layout->layers,
-             layout->kv_heads, layout->head_dim, layout->block_tokens, layout->group_layers);
+    snprintf(text, size, "%s %ux%ux%u blocks of %u tokens, groups of %u layers",
+             pd_kv_dtype_name(layout->dtype), layout->layers, layout->kv_heads, layout->head_dim,
+             layout->block_tokens, layout->group_layers);
 }

@@ -4,6 +4,11 @@
  *
  *   [rank][layer group][block][kv head of the rank][layer in group][k, v][token][head_dim]
  *
+ * With a format of one byte a value, each half (K or V of one layer and head of a block) ends with
+ * its tokens' scales: [token][head_dim] codes, then [token] f32. So a scale travels, and is sealed,
+ * with what it belongs to; the 16 tokens of a tile have theirs in one run of 64 bytes, on a
+ * multiple of 64; and no token's scale depends on another token. kernels/kv_row.h has the numbers.
+ *
  * A rank of a tensor-parallel worker has kv_heads / ranks neighbouring heads, and its part of the
  * pool is one run. A layer group is the unit of shipping and sealing. Within a rank and a group a
  * block is one contiguous run, neighbouring blocks are one longer run, and a KV head's slice of a
@@ -15,6 +20,7 @@
 #include "common/base/status.h"
 #include "common/model_file/model_file.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -30,7 +36,7 @@ typedef uint32_t pd_block; /* index into a pool, 0 .. blocks - 1 */
 #define PD_KV_TILE_TOKENS 16
 
 typedef struct pd_kv_layout {
-    pd_dtype dtype; /* PD_F16 so far */
+    pd_dtype dtype; /* PD_F16, PD_INT8, PD_FP8_E4M3 */
     uint32_t layers, kv_heads, head_dim;
     uint32_t ranks, rank_heads; /* rank_heads: kv_heads / ranks, exactly */
     uint32_t block_tokens;
@@ -38,9 +44,11 @@ typedef struct pd_kv_layout {
     uint32_t groups;
     uint32_t blocks; /* of the pool */
     uint32_t element_bytes;
+    uint32_t scale_bytes; /* of a token in a half; 0: the format has no scales */
     /* strides, bytes */
     uint64_t token_bytes; /* head_dim * element_bytes */
-    uint64_t half_bytes;  /* k to v: block_tokens * token_bytes */
+    uint64_t scales_at;   /* a half's scales, from its start: block_tokens * token_bytes */
+    uint64_t half_bytes;  /* k to v: scales_at + block_tokens * scale_bytes */
     uint64_t layer_bytes; /* k and v of one layer and head */
     uint64_t rank_bytes;  /* a rank's part of the pool */
     uint64_t pool_bytes;
@@ -55,6 +63,10 @@ typedef struct pd_kv_layout_options {
     uint32_t blocks_max;   /* 0: no other limit than memory */
     uint32_t ranks;        /* 0: 1 */
 } pd_kv_layout_options;
+
+/* "f16", "int8", "fp8_e4m3", as kv.dtype names them. False: no format of KV. */
+bool pd_kv_dtype_of(const char *name, pd_dtype *dtype_out);
+const char *pd_kv_dtype_name(pd_dtype dtype); /* of one that layouts have (pd_assert) */
 
 /* Errors: PD_E_INVALID (block_tokens no multiple of 16, 0 or over 256; ranks that do not divide
  * kv_heads), PD_E_UNSUPPORTED (dtype), PD_E_TOO_LARGE (memory holds no block). */
@@ -78,7 +90,7 @@ uint64_t pd_kv_layout_head_offset(const pd_kv_layout *layout, uint32_t group, pd
 /* The same of head 0, where all heads are one rank's (pd_assert): block_bytes(group) contiguous
  * bytes. */
 uint64_t pd_kv_layout_block_offset(const pd_kv_layout *layout, uint32_t group, pd_block block);
-/* Offset into the pool of K of (layer, block, head), [token][head_dim]; V lies half_bytes on. */
+/* Offset into the pool of K of (layer, block, head): a half as above; V's lies half_bytes on. */
 uint64_t pd_kv_layout_k_offset(const pd_kv_layout *layout, uint32_t layer, pd_block block,
                                uint32_t kv_head);
 /* Everything two workers must agree on to exchange blocks (not the number of blocks, nor that of

@@ -75,10 +75,39 @@ static uint64_t sum_rows(const pd_kv_layout *layout, const pd_seal_tiling *t,
     return sum;
 }
 
+/* The scales of tokens [row, row + rows) of a tile, each a word: one more part of it, counted as
+ * those of a long token are. */
+static uint64_t sum_scales(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                           const unsigned char *scales, uint32_t row, uint32_t rows)
+{
+    uint64_t words[PD_TILE_WORDS];
+    uint64_t parts = (t->row_words + PD_TILE_WORDS - 1) / PD_TILE_WORDS;
+
+    pd_assert(layout->scale_bytes <= sizeof *words && rows <= PD_TILE_WORDS);
+    for (uint32_t i = 0; i < rows; i++) {
+        words[i] = 0;
+        memcpy(&words[i], scales + (uint64_t)i * layout->scale_bytes, layout->scale_bytes);
+    }
+    return (2 * parts + 1) * pd_tile_sum(words, rows, row);
+}
+
+/* Tokens [row, row + rows) of a tile of the half. */
+static uint64_t sum_some(const pd_kv_layout *layout, const pd_seal_tiling *t,
+                         const unsigned char *half, uint32_t tile, uint32_t row, uint32_t rows)
+{
+    uint64_t token = (uint64_t)tile * t->tokens + row;
+    uint64_t sum = sum_rows(layout, t, half + token * layout->token_bytes, row, rows);
+
+    if (layout->scale_bytes != 0)
+        sum += sum_scales(layout, t, half + layout->scales_at + token * layout->scale_bytes, row,
+                          rows);
+    return sum;
+}
+
 static uint64_t sum_tile(const pd_kv_layout *layout, const pd_seal_tiling *t,
                          const unsigned char *half, uint32_t tile, uint32_t rows)
 {
-    return sum_rows(layout, t, half + (uint64_t)tile * t->tokens * layout->token_bytes, 0, rows);
+    return sum_some(layout, t, half, tile, 0, rows);
 }
 
 /* ---- the table ---- */
@@ -171,8 +200,7 @@ void pd_seal_tiles_wrote(pd_seal_tiles *tiles, const void *pool, uint32_t layer,
         for (uint32_t tile = from / t->tokens; tile * t->tokens < to; tile++) {
             uint32_t start = tile * t->tokens, rows = min_of(t->tokens, to - start);
             if (from > start && from == covered)
-                sums[tile] += sum_rows(layout, t, bytes + from * layout->token_bytes, from - start,
-                                       start + rows - from);
+                sums[tile] += sum_some(layout, t, bytes, tile, from - start, start + rows - from);
             else
                 sums[tile] = sum_tile(layout, t, bytes, tile, rows);
         }

@@ -9,7 +9,8 @@
  * finds mistakes (late writes, wrong block, wrong request, torn transfers), not attackers.
  *
  * A tile is as many tokens of one layer, head and half (K or V) as fit into 1 KiB, at least one;
- * its content hash is common/kv/tile_sum over the tokens that are valid, and knows no key. So the
+ * its content hash is common/kv/tile_sum over the tokens that are valid, with their scales where
+ * the layout has them, and knows no key. So the
  * expensive part can be made once, where K and V are written and their bytes lie in the cache: a
  * pd_seal_tiles keeps those hashes beside the pool (8 bytes a KiB), and a seal is then a keyed sum
  * over 8 bytes in 1,024. Such a seal also vouches for what was computed, where one made from the

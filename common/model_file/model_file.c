@@ -38,9 +38,17 @@ struct pd_model_file {
 };
 
 static const pd_dtype_info dtypes[PD_DTYPES] = {
-    [PD_F32] = {"F32", 1, 4},       [PD_F16] = {"F16", 1, 2},       [PD_BF16] = {"BF16", 1, 2},
-    [PD_Q4_0] = {"Q4_0", 32, 18},   [PD_Q4_1] = {"Q4_1", 32, 20},   [PD_Q8_0] = {"Q8_0", 32, 34},
-    [PD_Q4_K] = {"Q4_K", 256, 144}, [PD_Q6_K] = {"Q6_K", 256, 210},
+    [PD_F32] = {"F32", 1, 4},
+    [PD_F16] = {"F16", 1, 2},
+    [PD_BF16] = {"BF16", 1, 2},
+    [PD_Q4_0] = {"Q4_0", 32, 18},
+    [PD_Q4_1] = {"Q4_1", 32, 20},
+    [PD_Q8_0] = {"Q8_0", 32, 34},
+    [PD_Q4_K] = {"Q4_K", 256, 144},
+    [PD_Q6_K] = {"Q6_K", 256, 210},
+    /* of KV alone */
+    [PD_INT8] = {"INT8", 1, 1},
+    [PD_FP8_E4M3] = {"FP8_E4M3", 1, 1},
 };
 
 const pd_dtype_info *pd_dtype_info_of(pd_dtype dtype)
@@ -521,11 +529,6 @@ static pd_status read_shape(pd_model_file *file)
 
 /* ---- tensors ---- */
 
-static bool runs(pd_dtype dtype)
-{
-    return dtype != PD_Q4_K && dtype != PD_Q6_K;
-}
-
 /* A matrix [rows][columns], or a norm's vector when rows is 0, which has to be F32. */
 static pd_status check_tensor(const pd_model_file *file, const char *name, uint64_t columns,
                               uint64_t rows)
@@ -546,7 +549,7 @@ static pd_status check_tensor(const pd_model_file *file, const char *name, uint6
                      tensor->dims[3], want[0], want[1]);
         return PD_E_INVALID;
     }
-    if (!runs(tensor->dtype) || (rows == 0 && tensor->dtype != PD_F32)) {
+    if (rows == 0 && tensor->dtype != PD_F32) {
         pd_log_error("msg=\"model file: tensor's number format is not run here\" file=%s "
                      "tensor=%s format=%s",
                      file->path, name, dtypes[tensor->dtype].name);

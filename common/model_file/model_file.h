@@ -27,8 +27,11 @@ typedef enum pd_dtype {
     PD_Q4_0, /* 32 weights, 18 bytes: f16 d, 16 bytes of nibbles; w = (q - 8) * d */
     PD_Q4_1, /* 32 weights, 20 bytes: f16 d, f16 m, nibbles; w = q * d + m */
     PD_Q8_0, /* 32 weights, 34 bytes: f16 d, 32 int8; w = q * d */
-    PD_Q4_K, /* known by size only so far */
-    PD_Q6_K, /* known by size only so far */
+    PD_Q4_K, /* 256 weights, 144 bytes: f16 d, f16 m, 8 scales and minima of 6 bits, nibbles */
+    PD_Q6_K, /* 256 weights, 210 bytes: nibbles, bit pairs, 16 int8 scales, f16 d */
+    /* of KV alone (common/kv/layout.h) */
+    PD_INT8,
+    PD_FP8_E4M3,
     PD_DTYPES,
 } pd_dtype;
 

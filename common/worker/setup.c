@@ -115,12 +115,13 @@ static pd_status make_layout(pd_worker_setup *setup)
 {
     const pd_model_shape *shape = pd_model_file_shape(setup->model);
     pd_kv_layout_options options = {
-        .dtype = PD_F16, /* the only one that the schema allows so far */
         .block_tokens = setup->deployment.kv.block_tokens,
         .group_layers = setup->deployment.kv.group_layers,
         .memory_bytes = setup->deployment.kv.memory_bytes,
         .ranks = setup->pool->tensor_parallel,
     };
+    /* the schema allows no other */
+    pd_assert(pd_kv_dtype_of(setup->deployment.kv.dtype, &options.dtype));
     pd_status status = pd_kv_layout_make(shape, &options, &setup->layout);
 
     if (status != PD_OK)

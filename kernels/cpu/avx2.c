@@ -12,4 +12,4 @@
 
 #include "kernels/cpu/table.h"
 
-const kern_ops kern_ops_avx2 = KERN_FAST_TABLE("cpu-avx2", kern_probe_avx2);
+const kern_ops kern_ops_avx2 = KERN_FAST_TABLE("cpu-avx2", kern_probe_avx2, fast_matmul);

@@ -4,6 +4,8 @@
  *
  * Part of one backend's source file; kernels/ref/ops.c says what each means. */
 
+#include "kernels/kv_row.h"
+
 V_INLINE v16 v_exp(v16 value)
 {
     v16 x = v_min(v_max(value, v_set(KERN_EXP_MIN)), v_set(KERN_EXP_MAX));
@@ -36,13 +38,15 @@ static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_firs
         high = plain ? v_add(v_mul(high, inverse), magic) : magic;
         v16i low_quants = v_isub(v_bits(low), v_bits(magic));
         v16i high_quants = v_isub(v_bits(high), v_bits(magic));
-        int32_t sum = v_isum(low_quants) + v_isum(high_quants);
+        int32_t low_sum = v_isum(low_quants), sum = low_sum + v_isum(high_quants);
         float scale = plain ? amax / 127.0f : amax < 1 ? 0 : amax;
         v_store_i8(acts->quants + at, low_quants);
         v_store_i8(acts->quants + at + 16, high_quants);
         acts->scales[at / KERN_BLOCK] = scale;
         acts->sums[at / KERN_BLOCK] = scale * (float)sum;
         acts->quant_sums[at / KERN_BLOCK] = sum;
+        if (acts->low_sums != NULL)
+            acts->low_sums[at / KERN_BLOCK] = low_sum;
     }
 }
 
@@ -98,6 +102,21 @@ static void fast_store_f16(const float *x, uint32_t count, uint16_t *out)
         v_store_f16(out + i, v_max(v_set(-65504.0f), v_min(v_set(65504.0f), v_load(x + i))));
     for (; i < count; i++)
         out[i] = kern_f32_to_f16(x[i]);
+}
+
+static void fast_store_kv(const pd_kv_layout *layout, const float *x, uint32_t token, void *half)
+{
+    uint8_t *row = (uint8_t *)half + token * layout->token_bytes;
+    float *scale = (float *)((uint8_t *)half + layout->scales_at) + token;
+
+    switch (layout->dtype) {
+    case PD_F16: fast_store_f16(x, layout->head_dim, (uint16_t *)row); break;
+    case PD_INT8: kern_kv_row_int8(x, layout->head_dim, (int8_t *)row, scale); break;
+    default:
+        pd_assert(layout->dtype == PD_FP8_E4M3);
+        kern_kv_row_e4m3(x, layout->head_dim, row, scale);
+        break;
+    }
 }
 
 static void fast_silu_mul(float *gate, const float *up, uint32_t count)

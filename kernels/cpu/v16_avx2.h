@@ -200,6 +200,42 @@ V_INLINE v16 v_second(v16x2 x)
 {
     return v_from_f16(x.b);
 }
+typedef struct v16_pair {
+    v16 even, odd;
+} v16_pair;
+
+V_INLINE v16_pair v_pair_i8(__m256i x)
+{
+    __m256i a = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(x));
+    __m256i b = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1));
+    return (v16_pair){
+        .even = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
+                 _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))},
+        .odd = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)),
+                _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))},
+    };
+}
+V_INLINE v16_pair v_pair_e4m3(__m256i x)
+{
+    const __m256i bits = _mm256_set1_epi16((int16_t)0xbf80);
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 1), odd = _mm256_srai_epi16(x, 1);
+    return (v16_pair){v_from_f16(_mm256_and_si256(even, bits)),
+                      v_from_f16(_mm256_and_si256(odd, bits))};
+}
+V_INLINE __m256i v_first_bits(v16x2 x)
+{
+    return x.a;
+}
+V_INLINE __m256i v_second_bits(v16x2 x)
+{
+    return x.b;
+}
+V_INLINE v16 v_load_e4m3(const uint8_t *p)
+{
+    __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+    wide = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((int16_t)0xbf80));
+    return v_from_f16(wide);
+}
 /* Eight rows: columns[i] is column i, then column 8 + i. */
 V_INLINE void v_turn_8(const uint16_t *rows, size_t stride, __m256i *columns)
 {

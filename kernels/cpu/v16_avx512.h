@@ -164,6 +164,40 @@ V_INLINE v16 v_second(v16x2 x)
 {
     return _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1));
 }
+/* Neighbouring columns of 16 rows. */
+typedef struct v16_pair {
+    v16 even, odd;
+} v16_pair;
+
+/* 16 rows of (even, odd) bytes, int8 or e4m3 codes. */
+V_INLINE v16_pair v_pair_i8(__m256i x)
+{
+    __m512i wide = _mm512_cvtepi16_epi32(x);
+    __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(wide, 24), 24);
+    return (v16_pair){_mm512_cvtepi32_ps(even), _mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8))};
+}
+/* An e4m3 code's bits are f16's, below the sign that a shift to the right leaves twice. */
+V_INLINE v16_pair v_pair_e4m3(__m256i x)
+{
+    const __m256i bits = _mm256_set1_epi16((int16_t)0xbf80);
+    __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 1), odd = _mm256_srai_epi16(x, 1);
+    return (v16_pair){_mm512_cvtph_ps(_mm256_and_si256(even, bits)),
+                      _mm512_cvtph_ps(_mm256_and_si256(odd, bits))};
+}
+V_INLINE __m256i v_first_bits(v16x2 x)
+{
+    return _mm512_castsi512_si256(x);
+}
+V_INLINE __m256i v_second_bits(v16x2 x)
+{
+    return _mm512_extracti64x4_epi64(x, 1);
+}
+V_INLINE v16 v_load_e4m3(const uint8_t *p)
+{
+    __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
+    wide = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((int16_t)0xbf80));
+    return _mm512_cvtph_ps(wide);
+}
 /* 16 rows of 16 f16, stride apart: columns[i] is column i, then column 8 + i, of all rows. */
 V_INLINE void v_turn_f16(const uint16_t *rows, size_t stride, v16x2 *columns)
 {

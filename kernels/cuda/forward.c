@@ -165,10 +165,16 @@ static pd_status send_rope(const cu_forward *f)
     uint64_t bytes = (uint64_t)f->options.context_max * shape->rope_dims * sizeof(float);
     cu_stage *stage = NULL;
     float *table = pd_malloc(bytes);
+    double *frequencies = pd_calloc(shape->rope_dims / 2 + 1, sizeof *frequencies);
 
-    if (table == NULL)
+    if (table == NULL || frequencies == NULL) {
+        pd_free(table);
+        pd_free(frequencies);
         return PD_E_NOMEM;
-    kern_rope_table(shape->rope_base, shape->rope_dims, f->options.context_max, table);
+    }
+    kern_rope_frequencies(shape->rope_base, shape->rope_dims, frequencies);
+    kern_rope_rows(frequencies, shape->rope_dims, 0, f->options.context_max, table);
+    pd_free(frequencies);
     pd_status status = cu_stage_create(f->device, 1u << 20, &stage);
     if (status == PD_OK)
         status = cu_stage_copy(stage, f->rope, table, bytes);

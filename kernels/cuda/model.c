@@ -267,23 +267,32 @@ void cu_model_pool_free(kern_loaded *model)
     cu_pool_free(model->pool);
 }
 
-static void check_layout(const kern_loaded *model, const pd_kv_layout *layout)
+static pd_status check_layout(const kern_loaded *model, const pd_kv_layout *layout)
 {
     const cu_weights *w = &model->weights;
 
-    pd_assert(layout->dtype == PD_F16 && layout->layers == w->shape.layers);
+    if (layout->dtype != PD_F16) {
+        pd_log_error("msg=\"kernels: KV in this format is computed by CPUs alone so far; f16 would "
+                     "do\" backend=%s kv.dtype=%s",
+                     model->settings.backend, pd_kv_dtype_name(layout->dtype));
+        return PD_E_UNSUPPORTED;
+    }
+    pd_assert(layout->layers == w->shape.layers);
     pd_assert(layout->rank_heads == w->kv_heads && layout->head_dim == w->shape.head_dim);
     pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0 && layout->ranks == model->ranks);
+    return PD_OK;
 }
 
 pd_status cu_model_bind(kern_loaded *model, const pd_kv_layout *layout, void *pool, bool seals)
 {
     pd_assert(!model->bound);
-    check_layout(model, layout);
+    pd_status status = check_layout(model, layout);
+    if (status != PD_OK)
+        return status;
     gpu_use(model->device);
     model->bound = true;
     model->limits = limits_of(model, layout->block_tokens, layout->blocks);
-    pd_status status = cu_pool_bind(model->pool, layout, pool, seals, &model->kv);
+    status = cu_pool_bind(model->pool, layout, pool, seals, &model->kv);
     if (status == PD_OK && model->comm != NULL)
         status = cu_comm_connect(model->comm, model->device);
     if (status == PD_OK)

@@ -4,8 +4,8 @@
 #include "common/base/mem.h"
 #include "kernels/big_memory.h"
 #include "kernels/file_row.h"
+#include "kernels/model/attend.h"
 #include "kernels/model/exchange.h"
-#include "kernels/model/rope.h"
 #include "kernels/model/weights.h"
 #include "kernels/number.h"
 #include "kernels/ops.h"
@@ -24,28 +24,9 @@
 /* Up to so many rows every thread normalises all of them for itself: cheaper than a barrier. */
 #define OWN_ROWS_MAX 4
 
-/* Attention in parts: for at most so many heads a thread, and from so many splits a token on. */
-#define PART_ITEMS      2
-#define PART_SPLITS_MIN 2
-
-/* Query tokens that are attended together. */
-typedef struct token_group {
-    uint32_t slice;
-    uint32_t row; /* of the step, the first */
-    uint32_t tokens;
-} token_group;
-
-/* Consecutive tokens of one slice in one block: placed by one thread, so that the block's tiles of
- * a head have one writer. */
-typedef struct place_run {
-    uint32_t row; /* of the step, the first */
-    uint32_t tokens;
-} place_run;
-
 /* What one thread has for itself. */
 typedef struct thread_memory {
     kern_acts norm; /* [OWN_ROWS_MAX] */
-    void *scratch;  /* attention's */
 } thread_memory;
 
 struct kern_model {
@@ -55,8 +36,8 @@ struct kern_model {
     kern_split split;
     kern_exchange *exchange; /* NULL: one rank */
     uint32_t context_max, rows_max, logits_rows_max;
+    kern_attend *attend;
     kern_memory memory; /* all below but the tables of pointers */
-    float *rope;        /* [context_max][rope_dims / 2][2] */
     float *x;           /* [rows][hidden], the residual stream */
     float *qkv;         /* [rows][heads q, kv_heads k, kv_heads v][head_dim], this rank's */
     float *up;          /* [rows][ffn], likewise; so are the next but one and two */
@@ -65,17 +46,12 @@ struct kern_model {
     kern_acts ffn;      /* [rows][ffn], the gate's product */
     kern_acts last;     /* [logits rows][hidden] */
     thread_memory *threads;
-    uint32_t *row_slice, *row_position, *row_token; /* [rows] */
-    uint32_t *logits_row;                           /* [logits rows] row of the step */
-    token_group *groups;                            /* [rows] */
-    place_run *runs;                                /* [rows] */
-    float *parts; /* [PART_ITEMS a thread][splits of context_max][kern_attention_part_floats] */
+    uint32_t *row_token;  /* [rows] */
+    uint32_t *logits_row; /* [logits rows] row of the step */
     float **x_rows, **q_rows, **k_rows, **v_rows, **gate_rows, **up_rows, **logits_rows;
     /* the step under way; written by the stepping thread between steps */
     const kern_step *step;
-    uint32_t rows, logits_count, groups_count, runs_count;
-    bool all_single;                /* every slice is one token */
-    bool in_parts;                  /* attends_in_parts */
+    uint32_t rows, logits_count;
     uint32_t live_first, live_rows; /* rows that the last layer's output is wanted of */
     atomic_bool broken;             /* a logit is not finite */
     bool alone;                     /* a rank is gone; written between barriers of the team */
@@ -83,73 +59,44 @@ struct kern_model {
 
 /* --- memory --- */
 
-typedef struct carver {
-    kern_memory *memory; /* NULL: only add up */
-    size_t bytes;
-} carver;
-
-static void *carve(carver *c, size_t count, size_t size)
-{
-    c->bytes += kern_memory_round(count * size);
-    return c->memory == NULL ? NULL : kern_memory_take(c->memory, count * size);
-}
-
-static kern_acts carve_acts(carver *c, size_t rows, uint32_t cols)
+static kern_acts carve_acts(kern_carver *c, size_t rows, uint32_t cols)
 {
     kern_acts acts = {.cols = cols};
 
-    acts.values = carve(c, rows * cols, sizeof *acts.values);
-    acts.quants = carve(c, rows * cols, sizeof *acts.quants);
-    acts.scales = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.scales);
-    acts.sums = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.sums);
-    acts.quant_sums = carve(c, rows * cols / KERN_BLOCK, sizeof *acts.quant_sums);
+    acts.values = kern_carve(c, rows * cols, sizeof *acts.values);
+    acts.quants = kern_carve(c, rows * cols, sizeof *acts.quants);
+    acts.scales = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.scales);
+    acts.sums = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.sums);
+    acts.quant_sums = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.quant_sums);
+    acts.low_sums = kern_carve(c, rows * cols / KERN_BLOCK, sizeof *acts.low_sums);
     return acts;
 }
 
-/* Of all splits of one row and KV head. */
-static size_t item_part_floats(const kern_model *model)
-{
-    const pd_model_shape *shape = model->weights.shape;
-    size_t splits = (model->context_max + KERN_SPLIT_TOKENS - 1) / KERN_SPLIT_TOKENS;
-
-    return splits * kern_attention_part_floats(shape->heads / shape->kv_heads, shape->head_dim);
-}
-
-static void carve_model(carver *c, kern_model *model)
+static void carve_model(kern_carver *c, kern_model *model)
 {
     const pd_model_shape *shape = model->weights.shape;
     const kern_split *own = &model->split;
     size_t rows = model->rows_max, heads = own->heads + 2 * own->kv_heads;
 
-    model->rope = carve(c, (size_t)model->context_max * shape->rope_dims, sizeof(float));
-    model->x = carve(c, rows * shape->hidden, sizeof(float));
-    model->qkv = carve(c, rows * heads * shape->head_dim, sizeof(float));
-    model->up = carve(c, rows * own->ffn, sizeof(float));
+    model->x = kern_carve(c, rows * shape->hidden, sizeof(float));
+    model->qkv = kern_carve(c, rows * heads * shape->head_dim, sizeof(float));
+    model->up = kern_carve(c, rows * own->ffn, sizeof(float));
     model->norm = carve_acts(c, rows, shape->hidden);
     model->attended = carve_acts(c, 2 * rows, own->heads * shape->head_dim);
     model->ffn = carve_acts(c, rows, own->ffn);
     model->last = carve_acts(c, model->logits_rows_max, shape->hidden);
-    model->row_slice = carve(c, rows, sizeof(uint32_t));
-    model->row_position = carve(c, rows, sizeof(uint32_t));
-    model->row_token = carve(c, rows, sizeof(uint32_t));
-    model->logits_row = carve(c, model->logits_rows_max, sizeof(uint32_t));
-    model->groups = carve(c, rows, sizeof *model->groups);
-    model->runs = carve(c, rows, sizeof *model->runs);
-    model->x_rows = carve(c, rows, sizeof(float *));
-    model->q_rows = carve(c, rows, sizeof(float *));
-    model->k_rows = carve(c, rows, sizeof(float *));
-    model->v_rows = carve(c, rows, sizeof(float *));
-    model->gate_rows = carve(c, rows, sizeof(float *));
-    model->up_rows = carve(c, rows, sizeof(float *));
-    model->logits_rows = carve(c, model->logits_rows_max, sizeof(float *));
-    uint32_t group = shape->heads / shape->kv_heads;
-    model->parts = carve(c, PART_ITEMS * kern_team_threads(model->team) * item_part_floats(model),
-                         sizeof(float));
-    size_t scratch = model->ops->attention_scratch_bytes(group, shape->head_dim);
+    model->row_token = kern_carve(c, rows, sizeof(uint32_t));
+    model->logits_row = kern_carve(c, model->logits_rows_max, sizeof(uint32_t));
+    model->x_rows = kern_carve(c, rows, sizeof(float *));
+    model->q_rows = kern_carve(c, rows, sizeof(float *));
+    model->k_rows = kern_carve(c, rows, sizeof(float *));
+    model->v_rows = kern_carve(c, rows, sizeof(float *));
+    model->gate_rows = kern_carve(c, rows, sizeof(float *));
+    model->up_rows = kern_carve(c, rows, sizeof(float *));
+    model->logits_rows = kern_carve(c, model->logits_rows_max, sizeof(float *));
     for (uint32_t thread = 0; thread < kern_team_threads(model->team); thread++) {
         thread_memory *memory = &model->threads[thread];
         memory->norm = carve_acts(c, OWN_ROWS_MAX, shape->hidden);
-        memory->scratch = carve(c, scratch, 1);
     }
 }
 
@@ -172,7 +119,7 @@ static void point_rows(kern_model *model)
 static pd_status allocate(kern_model *model)
 {
     const pd_model_shape *shape = model->weights.shape;
-    carver sizing = {0}, filling = {.memory = &model->memory};
+    kern_carver sizing = {0}, filling = {.memory = &model->memory};
 
     model->threads = pd_calloc(kern_team_threads(model->team), sizeof *model->threads);
     if (model->threads == NULL)
@@ -183,8 +130,20 @@ static pd_status allocate(kern_model *model)
         return status;
     carve_model(&filling, model);
     point_rows(model);
-    kern_rope_table(shape->rope_base, shape->rope_dims, model->context_max, model->rope);
-    return PD_OK;
+    kern_attend_options attend = {
+        .ops = model->ops,
+        .team = model->team,
+        .shape = shape,
+        .split = &model->split,
+        .context_max = model->context_max,
+        .rows_max = model->rows_max,
+        .query = model->q_rows[0],
+        .key = model->k_rows[0],
+        .value = model->v_rows[0],
+        .row_stride = (size_t)(model->split.heads + 2 * model->split.kv_heads) * shape->head_dim,
+        .attended = model->attended,
+    };
+    return kern_attend_create(&attend, &model->attend);
 }
 
 static kern_exchange_options exchange_options(const pd_model_shape *shape,
@@ -266,6 +225,7 @@ void kern_model_destroy(kern_model *model)
     kern_team_destroy(model->team);
     kern_weights_fini(&model->weights);
     kern_exchange_destroy(model->exchange);
+    kern_attend_destroy(model->attend);
     kern_memory_unmap(&model->memory);
     pd_free(model->threads);
     pd_free(model);
@@ -278,7 +238,8 @@ const char *kern_model_backend(const kern_model *model)
 
 uint64_t kern_model_bytes(const kern_model *model)
 {
-    return (uint64_t)model->weights.memory.bytes + model->memory.bytes;
+    return (uint64_t)model->weights.memory.bytes + model->memory.bytes +
+           kern_attend_bytes(model->attend);
 }
 
 float *kern_model_logits(const kern_model *model, uint32_t n)
@@ -319,10 +280,17 @@ static void embed(kern_model *model)
     uint32_t hidden = model->weights.shape->hidden;
     uint64_t row_bytes = tensor->bytes / tensor->dims[1];
 
-    for (uint32_t row; (row = kern_team_take(model->team)) < model->rows;)
+    uint32_t items = model->rows + kern_attend_angles(model->attend);
+
+    for (uint32_t row; (row = kern_team_take(model->team)) < items;) {
+        if (row >= model->rows) {
+            kern_attend_make_angles(model->attend, row - model->rows);
+            continue;
+        }
         kern_row_to_f32(tensor->dtype,
                         (const uint8_t *)tensor->data + model->row_token[row] * row_bytes, hidden,
                         model->x_rows[row]);
+    }
     kern_team_barrier(model->team);
 }
 
@@ -369,211 +337,6 @@ static void project_qkv(kern_model *model, uint32_t thread, const kern_layer_wei
             break;
         multiply_chunk(model, matrices[which], taken * chunk, chunk, acts, acts_first, model->rows,
                        outs[which], false);
-    }
-    kern_team_barrier(model->team);
-}
-
-static pd_block block_of(const kern_model *model, uint32_t row)
-{
-    const kern_slice *slice = &model->step->slices[model->row_slice[row]];
-
-    return slice->blocks[model->row_position[row] / model->step->layout->block_tokens];
-}
-
-/* The number in the model of a KV head of this rank's. */
-static uint32_t in_model(const kern_model *model, uint32_t kv_head)
-{
-    return model->split.rank * model->split.kv_heads + kv_head;
-}
-
-static void *key_address(const kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
-{
-    const pd_kv_layout *layout = model->step->layout;
-
-    return (uint8_t *)model->step->pool +
-           pd_kv_layout_k_offset(layout, layer, block_of(model, row), in_model(model, kv_head)) +
-           (model->row_position[row] % layout->block_tokens) * layout->token_bytes;
-}
-
-/* Rotates one row's query and key heads of a KV head and writes K and V to the pool. */
-static void place_head(kern_model *model, uint32_t layer, uint32_t row, uint32_t kv_head)
-{
-    const pd_model_shape *shape = model->weights.shape;
-    uint32_t group = shape->heads / shape->kv_heads, dim = shape->head_dim;
-    uint32_t pairs = shape->rope_dims / 2;
-    const float *table = model->rope + (size_t)model->row_position[row] * shape->rope_dims;
-    float *key = model->k_rows[row] + (size_t)kv_head * dim;
-    uint8_t *place = key_address(model, layer, row, kv_head);
-
-    for (uint32_t h = 0; h < group; h++)
-        model->ops->rope(model->q_rows[row] + ((size_t)kv_head * group + h) * dim, table, pairs);
-    model->ops->rope(key, table, pairs);
-    model->ops->store_f16(key, dim, (uint16_t *)place);
-    model->ops->store_f16(model->v_rows[row] + (size_t)kv_head * dim, dim,
-                          (uint16_t *)(place + model->step->layout->half_bytes));
-}
-
-/* The tiles are hashed while what was written is still in the cache. */
-static void place_run_of_head(kern_model *model, uint32_t layer, const place_run *run,
-                              uint32_t kv_head)
-{
-    const kern_step *step = model->step;
-    uint32_t from = model->row_position[run->row] % step->layout->block_tokens;
-
-    for (uint32_t t = 0; t < run->tokens; t++)
-        place_head(model, layer, run->row + t, kv_head);
-    if (step->tiles != NULL)
-        pd_seal_tiles_wrote(step->tiles, step->pool, layer, block_of(model, run->row),
-                            in_model(model, kv_head), from, from + run->tokens);
-}
-
-/* A head's attention for a group of tokens: what a thread takes at once. */
-typedef struct attend_item {
-    const token_group *group;
-    uint32_t kv_head;
-} attend_item;
-
-static kern_attention attention_of(const kern_model *model, uint32_t thread, uint32_t layer,
-                                   const attend_item *item)
-{
-    const pd_model_shape *shape = model->weights.shape;
-    const token_group *group = item->group;
-    uint32_t heads = shape->heads / shape->kv_heads, cols = heads * shape->head_dim;
-    const kern_acts *acts = &model->attended;
-
-    return (kern_attention){
-        .layout = model->step->layout,
-        .pool = model->step->pool,
-        .blocks = model->step->slices[group->slice].blocks,
-        .layer = layer,
-        .kv_head = in_model(model, item->kv_head),
-        .heads = heads,
-        .tokens = group->tokens,
-        .position = model->row_position[group->row],
-        .scale = 1.0f / sqrtf((float)shape->head_dim),
-        .query = model->q_rows[group->row] + (size_t)item->kv_head * cols,
-        .query_stride = (size_t)(model->split.heads + 2 * model->split.kv_heads) * shape->head_dim,
-        .out = acts->values + (size_t)group->row * acts->cols + (size_t)item->kv_head * cols,
-        .out_stride = acts->cols,
-        .scratch = model->threads[thread].scratch,
-    };
-}
-
-/* A head's attention of some rows goes on as two quantised rows each. */
-static void quantize_attended(kern_model *model, const attend_item *item)
-{
-    const pd_model_shape *shape = model->weights.shape;
-    uint32_t cols = shape->heads / shape->kv_heads * shape->head_dim;
-    kern_acts *acts = &model->attended;
-
-    for (uint32_t t = 0; t < item->group->tokens; t++) {
-        uint32_t row = item->group->row + t, residual_row = model->rows_max + row;
-        model->ops->quantize(acts, row, item->kv_head * cols, cols);
-        model->ops->residual(acts, row, item->kv_head * cols, cols, residual_row);
-        model->ops->quantize(acts, residual_row, item->kv_head * cols, cols);
-    }
-}
-
-/* next: what this thread attends afterwards; group NULL: nothing. */
-static void attend_group(kern_model *model, uint32_t thread, uint32_t layer,
-                         const attend_item *item, const attend_item *next)
-{
-    kern_attention args = attention_of(model, thread, layer, item), next_args;
-
-    if (next->group != NULL) {
-        next_args = attention_of(model, thread, layer, next);
-        args.next = &next_args;
-    }
-    model->ops->attention(&args);
-    quantize_attended(model, item);
-}
-
-static uint32_t splits_of(const kern_model *model, const token_group *group)
-{
-    return model->row_position[group->row] / KERN_SPLIT_TOKENS + 1;
-}
-
-/* Fewer heads of single tokens than threads, or hardly more, and long contexts: their splits are
- * what threads take. */
-static bool attends_in_parts(const kern_model *model)
-{
-    uint32_t threads = kern_team_threads(model->team), splits = 0;
-    uint32_t items = model->groups_count * model->split.kv_heads;
-
-    if (!model->all_single || threads == 1 || items > threads * PART_ITEMS)
-        return false;
-    for (uint32_t g = 0; g < model->groups_count; g++)
-        splits += splits_of(model, &model->groups[g]);
-    return splits >= PART_SPLITS_MIN * model->groups_count;
-}
-
-/* After K and V are placed. */
-static void attend_in_parts(kern_model *model, uint32_t thread, uint32_t layer)
-{
-    uint32_t kv_heads = model->split.kv_heads, items = model->groups_count * kv_heads, all = 0;
-    uint32_t group_heads = model->weights.shape->heads / model->weights.shape->kv_heads;
-    size_t part = kern_attention_part_floats(group_heads, model->weights.shape->head_dim);
-
-    for (uint32_t g = 0; g < model->groups_count; g++)
-        all += splits_of(model, &model->groups[g]) * kv_heads;
-    for (uint32_t taken; (taken = kern_team_take(model->team)) < all;) {
-        uint32_t item = 0, split = taken;
-        for (uint32_t its; split >= (its = splits_of(model, &model->groups[item / kv_heads]));
-             item++)
-            split -= its;
-        attend_item found = {&model->groups[item / kv_heads], item % kv_heads};
-        kern_attention args = attention_of(model, thread, layer, &found);
-        model->ops->attention_part(&args, split,
-                                   model->parts + item * item_part_floats(model) + split * part);
-    }
-    kern_team_barrier(model->team);
-    for (uint32_t item; (item = kern_team_take(model->team)) < items;) {
-        attend_item found = {&model->groups[item / kv_heads], item % kv_heads};
-        kern_attention args = attention_of(model, thread, layer, &found);
-        model->ops->attention_join(&args, splits_of(model, found.group),
-                                   model->parts + item * item_part_floats(model));
-        quantize_attended(model, &found);
-    }
-    kern_team_barrier(model->team);
-}
-
-/* The next of the items that nobody has; group NULL: none is left. The longest contexts first: they
- * come last in a prompt. */
-static attend_item take_item(kern_model *model)
-{
-    uint32_t kv_heads = model->split.kv_heads, items = model->groups_count * kv_heads;
-    uint32_t taken = kern_team_take(model->team);
-
-    if (taken >= items)
-        return (attend_item){NULL, 0};
-    uint32_t item = items - 1 - taken;
-    return (attend_item){&model->groups[item / kv_heads], item % kv_heads};
-}
-
-/* Where every slice is one token, whoever attends for a head also places its K and V. */
-static void attend_all(kern_model *model, uint32_t thread, uint32_t layer, bool last)
-{
-    uint32_t kv_heads = model->split.kv_heads;
-
-    if (!model->all_single || model->in_parts) {
-        uint32_t placings = model->runs_count * kv_heads;
-        for (uint32_t taken; (taken = kern_team_take(model->team)) < placings;)
-            place_run_of_head(model, layer, &model->runs[taken / kv_heads], taken % kv_heads);
-        kern_team_barrier(model->team);
-    }
-    if (model->in_parts) {
-        attend_in_parts(model, thread, layer);
-        return;
-    }
-    for (attend_item item = take_item(model), next; item.group != NULL; item = next) {
-        const token_group *group = item.group;
-        next = take_item(model);
-        if (model->all_single) /* a group is a run then */
-            place_run_of_head(model, layer, &model->runs[group - model->groups], item.kv_head);
-        if (last && (group->row + group->tokens <= model->live_first ||
-                     group->row >= model->live_first + model->live_rows))
-            continue;
-        attend_group(model, thread, layer, &item, &next);
     }
     kern_team_barrier(model->team);
 }
@@ -814,7 +577,7 @@ static void run_layers(void *ctx, uint32_t thread)
             run_blocks(model, index, block);
         else
             project_qkv(model, thread, layer);
-        attend_all(model, thread, index, last);
+        kern_attend_layer(model->attend, thread, index, first, rows);
         if (model->exchange == NULL)
             report_group(model, thread, index);
         if (rows == 0) {
@@ -864,15 +627,7 @@ static void add_slice(kern_model *model, const kern_step *step, uint32_t index)
     for (uint32_t i = 0; i <= (slice->position + slice->count - 1) / block_tokens; i++)
         pd_assert(slice->blocks[i] < step->layout->blocks);
     for (uint32_t i = 0; i < slice->count; i++, model->rows++) {
-        model->row_slice[model->rows] = index;
-        model->row_position[model->rows] = slice->position + i;
         model->row_token[model->rows] = slice->tokens[i];
-        if (i % KERN_ATTENTION_TOKENS_MAX == 0)
-            model->groups[model->groups_count++] = (token_group){index, model->rows, 0};
-        model->groups[model->groups_count - 1].tokens++;
-        if (i == 0 || (slice->position + i) % block_tokens == 0)
-            model->runs[model->runs_count++] = (place_run){model->rows, 0};
-        model->runs[model->runs_count - 1].tokens++;
         if (i < slice->logits_from)
             continue;
         pd_assert(model->logits_count < model->logits_rows_max);
@@ -884,15 +639,14 @@ static void add_slice(kern_model *model, const kern_step *step, uint32_t index)
                 : slice->logits + (size_t)(i - slice->logits_from) * model->weights.shape->vocab;
         model->logits_count++;
     }
-    model->all_single = model->all_single && slice->count == 1;
 }
 
 static void check_layout(const kern_model *model, const pd_kv_layout *layout)
 {
     const pd_model_shape *shape = model->weights.shape;
 
-    pd_assert(layout->dtype == PD_F16 && layout->layers == shape->layers);
-    pd_assert(layout->kv_heads == shape->kv_heads && layout->head_dim == shape->head_dim);
+    pd_assert(layout->layers == shape->layers && layout->kv_heads == shape->kv_heads &&
+              layout->head_dim == shape->head_dim);
     pd_assert(layout->block_tokens % PD_KV_TILE_TOKENS == 0);
 }
 
@@ -934,11 +688,10 @@ pd_status kern_model_step(kern_model *model, const kern_step *step)
             return status;
     }
     model->step = step;
-    model->rows = model->logits_count = model->groups_count = model->runs_count = 0;
-    model->all_single = true;
+    model->rows = model->logits_count = 0;
     for (uint32_t i = 0; i < step->slices_count; i++)
         add_slice(model, step, i);
-    model->in_parts = attends_in_parts(model);
+    kern_attend_begin(model->attend, step);
     model->live_first = model->live_rows = 0;
     if (model->logits_count > 0) {
         model->live_first = model->logits_row[0];

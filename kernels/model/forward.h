@@ -21,7 +21,7 @@ typedef struct kern_model kern_model;
 
 typedef struct kern_options {
     const char *device;   /* "cpu": the fastest here; "cpu-ref": the scalar reference; "cpu-avx2",
-                             "cpu-avx512": that one or PD_E_UNSUPPORTED */
+                             "cpu-avx512", "cpu-amx": that one or PD_E_UNSUPPORTED */
     uint32_t threads;     /* compute threads, the caller's included; 0: one a usable core */
     uint32_t context_max; /* positions 0 .. context_max - 1 */
     uint32_t rows_max;    /* tokens a step */

@@ -57,16 +57,22 @@ static void sine_cosine(double angle, double *sine_out, double *cosine_out)
     }
 }
 
-void kern_rope_table(double base, uint32_t dims, uint32_t positions, float *table_out)
+void kern_rope_frequencies(double base, uint32_t dims, double *frequencies_out)
 {
     double log_base = natural_log(base);
 
-    for (uint32_t i = 0; i < dims / 2; i++) {
-        double frequency = exponential(-2.0 * i / dims * log_base);
-        for (uint32_t position = 0; position < positions; position++) {
+    for (uint32_t i = 0; i < dims / 2; i++)
+        frequencies_out[i] = exponential(-2.0 * i / dims * log_base);
+}
+
+void kern_rope_rows(const double *frequencies, uint32_t dims, uint32_t first, uint32_t positions,
+                    float *rows_out)
+{
+    for (uint32_t n = 0; n < positions; n++) {
+        for (uint32_t i = 0; i < dims / 2; i++) {
             double sine, cosine;
-            float *entry = table_out + ((uint64_t)position * (dims / 2) + i) * 2;
-            sine_cosine(position * frequency, &sine, &cosine);
+            float *entry = rows_out + ((uint64_t)n * (dims / 2) + i) * 2;
+            sine_cosine((first + n) * frequencies[i], &sine, &cosine);
             entry[0] = (float)cosine;
             entry[1] = (float)sine;
         }

@@ -145,6 +145,14 @@ static void add_matrix(builder *b, const char *name, uint32_t cols, uint32_t row
         return;
     if (!check_format(b, tensor))
         return;
+    if (own.cols % pd_dtype_info_of(tensor->dtype)->block_weights != 0) {
+        pd_log_error("msg=\"kernels: a rank's columns are not whole blocks of the weight format\" "
+                     "path=%s tensor=%s format=%s columns=%u ranks=%u block=%u",
+                     pd_model_file_path(b->file), name, pd_dtype_info_of(tensor->dtype)->name,
+                     own.cols, b->split->ranks, pd_dtype_info_of(tensor->dtype)->block_weights);
+        b->status = PD_E_UNSUPPORTED;
+        return;
+    }
     const uint64_t is[] = {tensor->dtype, cols,          rows,    own.row_first,
                            own.rows,      own.col_first, own.cols};
     note(b, name, strlen(name));

@@ -1,5 +1,7 @@
 #include "kernels/ref/ops.h"
 
+#include "kernels/k_blocks.h"
+#include "kernels/kv_row.h"
 #include "kernels/number.h"
 
 #include <stdio.h>
@@ -12,7 +14,7 @@ static int ref_probe(char *reason, size_t reason_size)
 
 static bool ref_supports(pd_dtype dtype)
 {
-    return dtype <= PD_Q8_0;
+    return dtype <= PD_Q6_K;
 }
 
 static size_t ref_pack_bytes(pd_dtype dtype, uint32_t rows, uint32_t cols)
@@ -32,7 +34,7 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
         size_t at = (size_t)row * acts->cols + col;
         const float *x = acts->values + at;
         uint32_t amax_bits = 0; /* ordered as |x| is, and a NaN is above everything */
-        int32_t sum = 0;
+        int32_t sum = 0, low_sum = 0;
 
         for (int i = 0; i < KERN_BLOCK; i++) {
             uint32_t bits = kern_bits_of(x[i]) & 0x7fffffff;
@@ -49,11 +51,14 @@ static void ref_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first
             int32_t quant = (int32_t)(kern_bits_of(shifted) - kern_bits_of(KERN_EXP_MAGIC));
             acts->quants[at + (size_t)i] = (int8_t)quant;
             sum += (int8_t)quant;
+            low_sum += i < KERN_BLOCK / 2 ? (int8_t)quant : 0;
         }
         float scale = plain ? amax / 127.0f : amax < 1 ? 0 : amax;
         acts->scales[at / KERN_BLOCK] = scale;
         acts->sums[at / KERN_BLOCK] = scale * (float)sum;
         acts->quant_sums[at / KERN_BLOCK] = sum;
+        if (acts->low_sums != NULL)
+            acts->low_sums[at / KERN_BLOCK] = low_sum;
     }
 }
 
@@ -102,6 +107,54 @@ static float block_q8(float sum, const uint8_t *block, const kern_acts *acts, si
     return fmaf(kern_f16_to_f32(load_u16(block)) * acts->scales[at / KERN_BLOCK], (float)dot, sum);
 }
 
+/* As block_q4 with a minimum, which is the run's own; both products with the block's scales are
+ * exact. */
+static float block_q4k(float sum, const uint8_t *block, uint32_t run, const kern_acts *acts,
+                       size_t at)
+{
+    const uint8_t *scales = block + KERN_Q4K_SCALES_AT;
+    const int8_t *x = acts->quants + at;
+    float d = kern_f16_to_f32(load_u16(block)) * (float)kern_q4k_scale(scales, run);
+    float least = kern_f16_to_f32(load_u16(block + 2)) * (float)kern_q4k_minimum(scales, run);
+    int32_t dot = 0;
+
+    for (uint32_t i = 0; i < KERN_BLOCK; i++)
+        dot += (int32_t)kern_q4k_quant(block, run, i) * x[i];
+    sum = fmaf(d * acts->scales[at / KERN_BLOCK], (float)dot, sum);
+    return fmaf(-least, acts->sums[at / KERN_BLOCK], sum);
+}
+
+/* Both halves' dots times their scales are one integer, |dot| <= 32 * 32 * 127 * 128 < 2^24, so a
+ * float has it exactly, and a run of 32 is one update as with the other formats. */
+static float block_q6k(float sum, const uint8_t *block, uint32_t run, const kern_acts *acts,
+                       size_t at)
+{
+    const int8_t *x = acts->quants + at;
+    float d = kern_f16_to_f32(load_u16(block + KERN_Q6K_D_AT));
+    int32_t dot = 0;
+
+    for (uint32_t i = 0; i < KERN_BLOCK; i++)
+        dot += kern_q6k_scale(block, run, i / 16) * ((int32_t)kern_q6k_quant(block, run, i) - 32) *
+               x[i];
+    return fmaf(d * acts->scales[at / KERN_BLOCK], (float)dot, sum);
+}
+
+/* The 32 columns from col on of a quantised row, times an activation row's. */
+static float block_sum(float sum, pd_dtype dtype, const uint8_t *row, const kern_acts *acts,
+                       size_t acts_at, uint32_t col)
+{
+    const pd_dtype_info *info = pd_dtype_info_of(dtype);
+    const uint8_t *block = row + (size_t)(col / info->block_weights) * info->block_bytes;
+    uint32_t run = col / KERN_BLOCK % KERN_K_RUNS;
+
+    switch (dtype) {
+    case PD_Q8_0: return block_q8(sum, block, acts, acts_at + col);
+    case PD_Q4_K: return block_q4k(sum, block, run, acts, acts_at + col);
+    case PD_Q6_K: return block_q6k(sum, block, run, acts, acts_at + col);
+    default: return block_q4(sum, block, dtype == PD_Q4_1, acts, acts_at + col);
+    }
+}
+
 static float float_weight(pd_dtype dtype, const uint8_t *row, uint32_t col)
 {
     float value;
@@ -138,13 +191,8 @@ static float segment_sum(const kern_matrix *matrix, const uint8_t *row, const ke
 
     if (info->block_weights == 1)
         return segment_float(matrix->dtype, row, acts->values + acts_at, col_first, cols);
-    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
-        const uint8_t *block = row + (size_t)(col / KERN_BLOCK) * info->block_bytes;
-        if (matrix->dtype == PD_Q8_0)
-            sum = block_q8(sum, block, acts, acts_at + col);
-        else
-            sum = block_q4(sum, block, matrix->dtype == PD_Q4_1, acts, acts_at + col);
-    }
+    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK)
+        sum = block_sum(sum, matrix->dtype, row, acts, acts_at, col);
     return sum;
 }
 
@@ -209,6 +257,21 @@ static void ref_store_f16(const float *x, uint32_t count, uint16_t *out)
         out[i] = kern_f32_to_f16(x[i]);
 }
 
+static void ref_store_kv(const pd_kv_layout *layout, const float *x, uint32_t token, void *half)
+{
+    uint8_t *row = (uint8_t *)half + token * layout->token_bytes;
+    float *scale = (float *)((uint8_t *)half + layout->scales_at) + token;
+
+    switch (layout->dtype) {
+    case PD_F16: ref_store_f16(x, layout->head_dim, (uint16_t *)row); break;
+    case PD_INT8: kern_kv_row_int8(x, layout->head_dim, (int8_t *)row, scale); break;
+    default:
+        pd_assert(layout->dtype == PD_FP8_E4M3);
+        kern_kv_row_e4m3(x, layout->head_dim, row, scale);
+        break;
+    }
+}
+
 static void ref_silu_mul(float *gate, const float *up, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++)
@@ -221,25 +284,49 @@ static size_t ref_attention_scratch_bytes(uint32_t heads, uint32_t head_dim)
     return (KERN_SPLIT_TOKENS + 2 * (size_t)head_dim) * sizeof(float);
 }
 
-static const uint16_t *key_row(const kern_attention *args, uint32_t position)
+/* K (half 0) or V (1) of a token in the pool. */
+typedef struct kv_row {
+    pd_dtype dtype;
+    const uint8_t *codes;
+    float scale; /* 1 where the format has none */
+} kv_row;
+
+static kv_row kv_row_at(const kern_attention *args, uint32_t position, uint32_t half)
 {
     const pd_kv_layout *layout = args->layout;
-    uint64_t offset = pd_kv_layout_k_offset(
-        layout, args->layer, args->blocks[position / layout->block_tokens], args->kv_head);
-    offset += (position % layout->block_tokens) * layout->token_bytes;
-    return (const uint16_t *)((const uint8_t *)args->pool + offset);
+    uint32_t token = position % layout->block_tokens;
+    const uint8_t *at =
+        (const uint8_t *)args->pool + half * layout->half_bytes +
+        pd_kv_layout_k_offset(layout, args->layer, args->blocks[position / layout->block_tokens],
+                              args->kv_head);
+    kv_row row = {layout->dtype, at + token * layout->token_bytes, 1};
+
+    if (layout->scale_bytes != 0)
+        memcpy(&row.scale, at + layout->scales_at + token * sizeof row.scale, sizeof row.scale);
+    return row;
+}
+
+static float code_of(const kv_row *row, uint32_t d)
+{
+    uint16_t f16;
+
+    switch (row->dtype) {
+    case PD_INT8: return (float)(int8_t)row->codes[d];
+    case PD_FP8_E4M3: return kern_e4m3_to_f32(row->codes[d]);
+    default: memcpy(&f16, row->codes + 2 * (size_t)d, sizeof f16); return kern_f16_to_f32(f16);
+    }
 }
 
 /* Even dimensions and odd ones are two chains. */
-static float score(const float *query, const uint16_t *key, uint32_t dim)
+static float score(const float *query, const kv_row *key, uint32_t dim)
 {
     float even = 0, odd = 0;
 
     for (uint32_t d = 0; d < dim; d += 2) {
-        even = fmaf(query[d], kern_f16_to_f32(key[d]), even);
-        odd = fmaf(query[d + 1], kern_f16_to_f32(key[d + 1]), odd);
+        even = fmaf(query[d], code_of(key, d), even);
+        odd = fmaf(query[d + 1], code_of(key, d + 1), odd);
     }
-    return even + odd;
+    return (even + odd) * key->scale;
 }
 
 /* Softmax over positions first .. first + count - 1 of one split: returns their largest score,
@@ -252,17 +339,18 @@ static float attend_split(const kern_attention *args, const float *query, uint32
     float largest = -INFINITY;
 
     for (uint32_t j = 0; j < count; j++) {
-        scores[j] = score(query, key_row(args, first + j), dim);
+        kv_row key = kv_row_at(args, first + j, 0);
+        scores[j] = score(query, &key, dim);
         largest = scores[j] > largest ? scores[j] : largest;
     }
     for (uint32_t d = 0; d < dim; d++)
         out[d] = 0;
     for (uint32_t j = 0; j < count; j++) {
-        const uint16_t *value = key_row(args, first + j) + args->layout->half_bytes / 2;
-        float p = kern_exp(scores[j] - largest);
+        kv_row value = kv_row_at(args, first + j, 1);
+        float p = kern_exp(scores[j] - largest), weight = p * value.scale;
         lanes[j % KERN_LANES] += p;
         for (uint32_t d = 0; d < dim; d++)
-            out[d] = fmaf(p, kern_f16_to_f32(value[d]), out[d]);
+            out[d] = fmaf(weight, code_of(&value, d), out[d]);
     }
     *sum_out = kern_tree_sum(lanes);
     return largest;
@@ -313,14 +401,24 @@ static float part_of(const kern_attention *args, const float *query, uint32_t po
                         scores, sum_out, part);
 }
 
-/* One query head at one position: splits of 256 positions, merged in order. */
-static void attend(const kern_attention *args, const float *query, uint32_t position, float *out)
+/* One of the call's rows: a query head at one position. Splits of 256 positions, merged in order;
+ * the first ones may have been made before. */
+static void attend(const kern_attention *args, uint32_t row)
 {
-    uint32_t dim = args->layout->head_dim;
+    uint32_t dim = args->layout->head_dim, rows = args->tokens * args->heads;
+    uint32_t token = row / args->heads, position = args->position + token;
+    size_t at = (size_t)(row % args->heads) * dim;
+    const float *query = args->query + token * args->query_stride + at;
     float *part = (float *)args->scratch + KERN_SPLIT_TOKENS + dim;
-    joined j = {.out = out};
+    joined j = {.out = args->out + token * args->out_stride + at};
 
-    for (uint32_t first = 0; first <= position; first += KERN_SPLIT_TOKENS) {
+    for (uint32_t split = 0; split < args->parts_splits; split++) {
+        const float *made = args->parts + split * kern_attention_part_floats(rows, dim);
+        join_split(&j, dim, split == 0, made[row], made[rows + row],
+                   made + 2 * (size_t)rows + (size_t)row * dim);
+    }
+    for (uint32_t first = args->parts_splits * KERN_SPLIT_TOKENS; first <= position;
+         first += KERN_SPLIT_TOKENS) {
         float sum, largest = part_of(args, query, position, first, &sum, part);
         join_split(&j, dim, first == 0, largest, sum, part);
     }
@@ -329,12 +427,14 @@ static void attend(const kern_attention *args, const float *query, uint32_t posi
 
 static void ref_attention_part(const kern_attention *args, uint32_t split, float *part)
 {
-    uint32_t dim = args->layout->head_dim, heads = args->heads;
+    uint32_t dim = args->layout->head_dim, rows = args->tokens * args->heads;
 
-    for (uint32_t h = 0; h < heads; h++)
-        part[h] =
-            part_of(args, args->query + (size_t)h * dim, args->position, split * KERN_SPLIT_TOKENS,
-                    &part[heads + h], part + 2 * (size_t)heads + (size_t)h * dim);
+    for (uint32_t row = 0; row < rows; row++) {
+        const float *query = args->query + row / args->heads * args->query_stride +
+                             (size_t)(row % args->heads) * dim;
+        part[row] = part_of(args, query, args->position, split * KERN_SPLIT_TOKENS,
+                            &part[rows + row], part + 2 * (size_t)rows + (size_t)row * dim);
+    }
 }
 
 static void ref_attention_join(const kern_attention *args, uint32_t splits, const float *parts)
@@ -354,12 +454,8 @@ static void ref_attention_join(const kern_attention *args, uint32_t splits, cons
 
 static void ref_attention(const kern_attention *args)
 {
-    uint32_t dim = args->layout->head_dim;
-
-    for (uint32_t t = 0; t < args->tokens; t++)
-        for (uint32_t h = 0; h < args->heads; h++)
-            attend(args, args->query + t * args->query_stride + (size_t)h * dim, args->position + t,
-                   args->out + t * args->out_stride + (size_t)h * dim);
+    for (uint32_t row = 0; row < args->tokens * args->heads; row++)
+        attend(args, row);
 }
 
 const kern_ops kern_ops_ref = {
@@ -374,6 +470,7 @@ const kern_ops kern_ops_ref = {
     .rms_norm = ref_rms_norm,
     .rope = ref_rope,
     .store_f16 = ref_store_f16,
+    .store_kv = ref_store_kv,
     .silu_mul = ref_silu_mul,
     .attention_scratch_bytes = ref_attention_scratch_bytes,
     .attention = ref_attention,

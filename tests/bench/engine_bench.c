@@ -1,13 +1,14 @@
 /* tests/bench/engine_bench.c - how fast the engine prefills and decodes, alone on its threads.
  *
- *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT]]
+ *   engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS [BATCH [CONTEXT [SHARED [FORMAT]]]]
  *
  * Prefill: one prompt of PREFILL tokens in one step, logits of the last. Decode: DECODE steps of
  * BATCH sequences (1), each after a context of CONTEXT tokens (0) whose K and V are zeros, the
- * likeliest token fed back. Read: as many bytes as a step's weights, in huge pages, by as many
- * threads, before each decode: what the machine's memory gives at that minute. DEVICE as in a
- * deployment. One JSON object on stdout: tokens a second, the median of REPEATS, after one
- * unmeasured round. */
+ * likeliest token fed back; their first SHARED positions (0) are the same blocks. Read: as many
+ * bytes as a step's weights, in huge pages, by as many threads, before each decode: what the
+ * machine's memory gives at that minute. DEVICE as in a deployment,
+ * FORMAT of KV as kv.dtype (f16). One JSON object on stdout:
+ * tokens a second, the median of REPEATS, after one unmeasured round. */
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
@@ -28,13 +29,14 @@ typedef struct bench {
     pd_model_file *file;
     const kern_backend *backend;
     kern_loaded *model;
+    pd_dtype dtype; /* of KV */
     pd_kv_layout layout;
     kern_memory memory; /* of the pool, where the backend has none of its own */
     void *pool;
     pd_block *blocks;
     uint32_t blocks_each; /* of one sequence */
     uint32_t *prompt;
-    uint32_t prefill, decode, batch, context;
+    uint32_t prefill, decode, batch, context, shared;
     uint64_t weights_bytes;
 } bench;
 
@@ -105,7 +107,7 @@ typedef struct reading {
 static void read_part(void *ctx, uint32_t thread)
 {
     reading *r = ctx;
-    size_t words = r->memory.bytes / sizeof(uint64_t), threads = kern_team_threads(r->team);
+    size_t words = r->memory.bytes / sizeof(uint64_t), threads = kern_team_active(r->team);
     const uint64_t *from =
         (const uint64_t *)(const void *)r->memory.base + thread * words / threads;
     const uint64_t *to =
@@ -213,7 +215,7 @@ static pd_status open_all(bench *b, char **argv)
         return status;
     uint32_t end = b->context + b->decode, longest = b->prefill > end ? b->prefill : end;
     b->blocks_each = (longest + 15) / 16;
-    pd_kv_layout_options kv = {.dtype = PD_F16,
+    pd_kv_layout_options kv = {.dtype = b->dtype,
                                .block_tokens = 16,
                                .memory_bytes = (uint64_t)4 << 30,
                                .blocks_max = b->blocks_each * b->batch};
@@ -227,7 +229,7 @@ static pd_status open_all(bench *b, char **argv)
     if (b->blocks == NULL || b->prompt == NULL)
         return PD_E_NOMEM;
     for (uint32_t i = 0; i < b->layout.blocks; i++)
-        b->blocks[i] = i;
+        b->blocks[i] = i % b->blocks_each < b->shared / 16 ? i % b->blocks_each : i;
     for (uint32_t i = 0; i < longest + BATCH_MAX; i++)
         b->prompt[i] = 100 + i * 7919 % (vocab - 100);
     return load(b, argv[2], number(argv[3]), longest);
@@ -235,22 +237,31 @@ static pd_status open_all(bench *b, char **argv)
 
 int main(int argc, char **argv)
 {
-    bench b = {.batch = argc > 7 ? number(argv[7]) : 1, .context = argc > 8 ? number(argv[8]) : 0};
+    bench b = {.batch = argc > 7 ? number(argv[7]) : 1,
+               .context = argc > 8 ? number(argv[8]) : 0,
+               .shared = argc > 9 ? number(argv[9]) : 0,
+               .dtype = PD_F16};
     double prefill[REPEATS_MAX], decode[REPEATS_MAX], read[REPEATS_MAX];
     reading memory = {0};
 
     pd_log_init("engine_bench", PD_LOG_WARN);
     if (argc < 7) {
         fprintf(stderr, "usage: engine_bench MODEL DEVICE THREADS PREFILL DECODE REPEATS "
-                        "[BATCH [CONTEXT]]\n");
+                        "[BATCH [CONTEXT [SHARED [FORMAT]]]]\n");
+        return 2;
+    }
+    if (argc > 10 && !pd_kv_dtype_of(argv[10], &b.dtype)) {
+        fprintf(stderr, "engine_bench: %s: no format of KV\n", argv[10]);
         return 2;
     }
     b.prefill = number(argv[4]);
     b.decode = number(argv[5]);
     uint32_t repeats = number(argv[6]);
     if (number(argv[3]) == 0 || b.prefill == 0 || b.decode == 0 || repeats == 0 ||
-        repeats > REPEATS_MAX || b.batch == 0 || b.batch > BATCH_MAX) {
-        fprintf(stderr, "engine_bench: threads, lengths, repeats (1 to %d) and batch (1 to %d)\n",
+        repeats > REPEATS_MAX || b.batch == 0 || b.batch > BATCH_MAX || b.shared > b.context) {
+        fprintf(stderr,
+                "engine_bench: threads, lengths, repeats (1 to %d), batch (1 to %d), "
+                "SHARED within CONTEXT\n",
                 REPEATS_MAX, BATCH_MAX);
         return 2;
     }

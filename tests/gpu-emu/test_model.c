@@ -735,6 +735,27 @@ static void what_multiplies_is_in_the_description(void **state)
     }
 }
 
+static void formats_without_kernels_are_refused(void **state)
+{
+    const cu_model_settings settings = {.backend = "test"};
+    const kern_backend_options options = options_of(16);
+    tiny_shape shape = models[2].shape;
+    kern_loaded *model = NULL;
+
+    (void)state;
+    shape.hidden = 256;
+    for (int i = 0; i < 3; i++) { /* looked up, multiplied by rows, by columns */
+        shape.embedding = i == 0 ? PD_Q6_K : PD_F32;
+        shape.gate = i == 1 ? PD_Q4_K : PD_F32;
+        shape.ffn = 512;
+        shape.down = i == 2 ? PD_Q4_K : PD_F32;
+        pd_model_file *file = tiny_open_shape(&shape);
+        assert_int_equal(cu_model_create(file, &options, &settings, &model), PD_E_UNSUPPORTED);
+        assert_null(model);
+        pd_model_file_close(file);
+    }
+}
+
 /* Each leaf of a sum is whole blocks of every format: 32 columns, 16 of 16-bit ones. */
 static void leaves_are_whole_blocks_of_every_format(void **state)
 {
@@ -904,6 +925,7 @@ int main(void)
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
         cmocka_unit_test(what_does_not_fit_is_refused_before_it_is_tried),
         cmocka_unit_test(what_multiplies_is_in_the_description),
+        cmocka_unit_test(formats_without_kernels_are_refused),
         cmocka_unit_test(leaves_are_whole_blocks_of_every_format),
         cmocka_unit_test(a_pool_without_room_for_its_hashes_is_refused_before_it_is_made),
         cmocka_unit_test(a_recording_that_fails_is_tried_again_later),

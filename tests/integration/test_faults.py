@@ -121,11 +121,12 @@ def test_the_request_id_is_in_the_logs_of_every_service(plain):
     cl.wait_until(in_all, 5, lambda: {path: identity in text for path, text in plain.logs().items()})
 
 
-def test_a_worker_of_another_layout_is_refused(plain):
+@pytest.mark.parametrize("key, other, ours", [("kv.block_tokens", "32", "16"), ("kv.dtype", "int8", "f16")])
+def test_a_worker_of_another_layout_is_refused(plain, key, other, ours):
     """A decode worker with other blocks wants to join: both values are named, the cluster goes on without it."""
     program = os.path.join(cl.BUILD, "deploy", "decode-worker")
     path = os.path.join(plain.path, "stranger.log")
-    sets = ("workers=3", "ratio=1:2", "kv.block_tokens=32", "prefill.threads=1", "decode.threads=1")
+    sets = ("workers=3", "ratio=1:2", f"{key}={other}", "prefill.threads=1", "decode.threads=1")
     with open(path, "w", encoding="utf-8") as log:
         stranger = subprocess.run(
             [program, "-f", plain.file, "--name", "decode-1", *(word for one in sets for word in ("--set", one))],
@@ -136,6 +137,6 @@ def test_a_worker_of_another_layout_is_refused(plain):
         said = log.read()
     assert stranger.returncode == 2, said
     last = said.splitlines()[-1]
-    assert "refuses" in last and "32" in last and "16" in last, said
+    assert "refuses" in last and other in last and ours in last, said
     assert [worker["name"] for worker in plain.workers()] == ["decode-0", "prefill-0"]
     assert len(plain.complete("Hello", 3, ignore_eos=True).token_ids) == 3

@@ -139,6 +139,29 @@ static void faults_come_all_at_once_in_order(void **state)
         "f.yaml:8:23: heartbeat.lost_after: must be at least two intervals (10s)\n");
 }
 
+static void formats_of_kv_are_the_ones_that_every_worker_reads(void **state)
+{
+    static const char *const fine[] = {"f16", "int8", "fp8_e4m3"};
+    char text[200];
+
+    (void)state;
+    for (size_t i = 0; i < sizeof fine / sizeof *fine; i++) {
+        snprintf(text, sizeof text, MODEL "kv: {dtype: %s}\n", fine[i]);
+        pd_deployment d = good(text);
+        assert_string_equal(d.kv.dtype, fine[i]);
+        pd_deployment_fini(&d);
+    }
+    bad(MODEL "kv: {dtype: int4}\n",
+        "f.yaml:2:13: kv.dtype: unknown value 'int4', did you mean 'int8'? (one of f16, int8, "
+        "fp8_e4m3)\n");
+    bad(MODEL "kv:\n  dtype: int8\ndecode: {device: cuda:1}\n",
+        "f.yaml:3:10: kv.dtype: int8 is computed by CPUs alone so far, and decode.device is "
+        "cuda:1; f16 would do\n");
+    bad(MODEL "prefill: {device: cuda-emu}\nkv: {dtype: fp8_e4m3}\n",
+        "f.yaml:3:13: kv.dtype: fp8_e4m3 is computed by CPUs alone so far, and prefill.device is "
+        "cuda-emu; f16 would do\n");
+}
+
 static void wrong_shapes_are_named(void **state)
 {
     (void)state;
@@ -482,6 +505,7 @@ int main(void)
         cmocka_unit_test(a_model_is_all_that_is_needed),
         cmocka_unit_test(ratio_and_counts_agree),
         cmocka_unit_test(faults_come_all_at_once_in_order),
+        cmocka_unit_test(formats_of_kv_are_the_ones_that_every_worker_reads),
         cmocka_unit_test(wrong_shapes_are_named),
         cmocka_unit_test(a_list_of_models_holds_one_for_now),
         cmocka_unit_test(set_overrides_the_file),

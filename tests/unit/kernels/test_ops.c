@@ -12,8 +12,10 @@
 
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include <cmocka.h>
 
@@ -47,7 +49,8 @@ static kern_acts make_acts(uint32_t rows, uint32_t cols, uint64_t seed)
                        .quants = calloc(count + 64, 1),
                        .scales = calloc(count / 32 + 1, sizeof(float)),
                        .sums = calloc(count / 32 + 1, sizeof(float)),
-                       .quant_sums = calloc(count / 32 + 1, sizeof(int32_t))};
+                       .quant_sums = calloc(count / 32 + 1, sizeof(int32_t)),
+                       .low_sums = calloc(count / 32 + 1, sizeof(int32_t))};
 }
 
 static void free_acts(kern_acts *acts)
@@ -57,6 +60,7 @@ static void free_acts(kern_acts *acts)
     free(acts->scales);
     free(acts->sums);
     free(acts->quant_sums);
+    free(acts->low_sums);
 }
 
 static void half_floats_convert_exactly(void **state)
@@ -95,9 +99,14 @@ static void rope_table_is_accurate(void **state)
 {
     enum { DIMS = 64, POSITIONS = 8192 };
     float *table = malloc(sizeof(float) * DIMS * POSITIONS);
+    double frequencies[DIMS / 2];
 
     (void)state;
-    kern_rope_table(100000, DIMS, POSITIONS, table);
+    kern_rope_frequencies(100000, DIMS, frequencies);
+    /* in pieces, as positions are reached */
+    for (uint32_t first = 0; first < POSITIONS; first += 700)
+        kern_rope_rows(frequencies, DIMS, first, POSITIONS - first < 700 ? POSITIONS - first : 700,
+                       table + (size_t)first * DIMS);
     for (uint32_t position = 0; position < POSITIONS; position += 7) {
         for (uint32_t i = 0; i < DIMS / 2; i++) {
             double angle = position * pow(100000, -2.0 * i / DIMS);
@@ -127,6 +136,7 @@ static void check_quantize(const kern_ops *fast)
     assert_memory_equal(a.quants, b.quants, ROWS * COLS);
     assert_memory_equal(a.scales, b.scales, ROWS * COLS / 32 * sizeof(float));
     assert_memory_equal(a.quant_sums, b.quant_sums, ROWS * COLS / 32 * sizeof(int32_t));
+    assert_memory_equal(a.low_sums, b.low_sums, ROWS * COLS / 32 * sizeof(int32_t));
     for (uint32_t i = 0; i < ROWS * COLS / 32; i++) /* inf * 0 is some NaN */
         assert_true(memcmp(&a.sums[i], &b.sums[i], sizeof(float)) == 0 ||
                     (isnan(a.sums[i]) && isnan(b.sums[i])));
@@ -154,6 +164,11 @@ static void quantize_is_within_half_a_step(void **state)
         assert_true(fabsf(acts.values[i] - step * acts.quants[i]) <= step * 0.5001f);
     }
     free_acts(&acts);
+}
+
+static bool is_k(pd_dtype dtype)
+{
+    return pd_dtype_info_of(dtype)->block_weights == 256;
 }
 
 static void one_product(const kern_ops *fast, pd_dtype dtype, uint32_t rows, uint32_t cols,
@@ -208,14 +223,23 @@ static void check_products(const kern_ops *fast)
 {
     static const uint32_t acts_rows[] = {1, 2, 3, 7, 15, 16, 17, 41};
 
-    for (pd_dtype dtype = PD_F32; dtype <= PD_Q8_0; dtype++) {
+    for (pd_dtype dtype = PD_F32; dtype <= PD_Q6_K; dtype++) {
         for (size_t i = 0; i < sizeof acts_rows / sizeof *acts_rows; i++) {
+            if (is_k(dtype)) { /* whole blocks of 256; segments end within them */
+                one_product(fast, dtype, 1, 256, 1, acts_rows[i]);
+                one_product(fast, dtype, 15, 512, 2, acts_rows[i]);
+                one_product(fast, dtype, 37, 768, 8, acts_rows[i]);
+                one_product(fast, dtype, 64, 1280, 5, acts_rows[i]);
+                continue;
+            }
             one_product(fast, dtype, 1, 32, 1, acts_rows[i]);
             one_product(fast, dtype, 15, 64, 2, acts_rows[i]);
             one_product(fast, dtype, 37, 288, 3, acts_rows[i]);
             one_product(fast, dtype, 64, 576, 3, acts_rows[i]);
         }
         for (uint32_t segments = 4; segments <= KERN_LEAVES_MAX; segments += 1 + segments / 4)
+            one_product(fast, dtype, 17, (is_k(dtype) ? 256 : 32) * segments, segments, 9);
+        for (uint32_t segments = 8; is_k(dtype) && segments <= 64; segments *= 2)
             one_product(fast, dtype, 17, 32 * segments, segments, 9);
         if (pd_dtype_info_of(dtype)->block_weights == 1) {
             one_product(fast, dtype, 5, 7, 1, 3);
@@ -233,10 +257,10 @@ static void products_are_equal(void **state)
 /* Against double, with the activations as they were quantised: only the sums' rounding is left. */
 static void products_are_accurate(void **state)
 {
-    enum { ROWS = 24, COLS = 576 };
+    enum { ROWS = 24, COLS = 768 };
 
     (void)state;
-    for (pd_dtype dtype = PD_F32; dtype <= PD_Q8_0; dtype++) {
+    for (pd_dtype dtype = PD_F32; dtype <= PD_Q6_K; dtype++) {
         const pd_dtype_info *info = pd_dtype_info_of(dtype);
         size_t row_bytes = COLS / info->block_weights * info->block_bytes;
         uint8_t *weights = malloc(ROWS * row_bytes);
@@ -441,6 +465,33 @@ static void check_parts(const attention_rig *r, const kern_ops *backend, const f
     free(parts);
 }
 
+/* Attention that begins with the parts of splits that every token sees whole equals the whole. */
+static void check_goes_on_from_parts(const attention_rig *r, const kern_ops *backend,
+                                     const float *whole)
+{
+    uint32_t most = (r->args.position + 1) / KERN_SPLIT_TOKENS;
+    size_t rows_floats =
+        kern_attention_part_floats(r->args.tokens * r->args.heads, r->layout.head_dim);
+    size_t bytes = backend->attention_scratch_bytes(r->args.heads, r->layout.head_dim);
+    float *parts = random_floats(most * rows_floats + 1, 5);
+    kern_attention made = r->args, args = r->args;
+
+    args.out = calloc(args.tokens * args.out_stride, sizeof(float));
+    made.scratch = args.scratch = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    for (uint32_t splits = 1; splits <= most; splits++) {
+        memset(args.scratch, 0xff, bytes);
+        made.position = splits * KERN_SPLIT_TOKENS - 1; /* the last that is seen of it */
+        backend->attention_part(&made, splits - 1, parts + (splits - 1) * rows_floats);
+        args.parts = parts;
+        args.parts_splits = splits;
+        backend->attention(&args);
+        assert_memory_equal(args.out, whole, args.tokens * args.out_stride * sizeof(float));
+    }
+    free(args.out);
+    free(args.scratch);
+    free(parts);
+}
+
 static void check_attention(const kern_ops *fast)
 {
     for (size_t i = 0; i < sizeof attention_cases / sizeof *attention_cases; i++) {
@@ -448,6 +499,8 @@ static void check_attention(const kern_ops *fast)
         attention_set_up(&r, &attention_cases[i]);
         float *a = attend(&r, ref), *b = attend(&r, fast);
         assert_memory_equal(a, b, r.args.tokens * r.args.out_stride * sizeof(float));
+        check_goes_on_from_parts(&r, ref, a);
+        check_goes_on_from_parts(&r, fast, a);
         if (r.args.tokens == 1) {
             check_parts(&r, ref, a);
             check_parts(&r, fast, a);
@@ -564,6 +617,45 @@ static int set_up(void **state)
     return 0;
 }
 
+typedef struct team_late {
+    kern_team *team;
+    atomic_uint helped;
+    bool late;
+} team_late;
+
+static void be_late(void *ctx, uint32_t thread)
+{
+    team_late *late = ctx;
+
+    if (thread == 0)
+        return;
+    atomic_fetch_add(&late->helped, 1);
+    if (late->late)
+        nanosleep(&(struct timespec){.tv_nsec = 6000000}, NULL);
+}
+
+/* A thread that others wait for, run after run, is left out; and tried again, now and then. */
+static void a_team_goes_on_without_who_is_held_up(void **state)
+{
+    team_late late = {.late = true};
+
+    (void)state;
+    assert_int_equal(kern_team_create(2, &late.team), PD_OK);
+    for (int i = 0; i < 6; i++)
+        kern_team_run(late.team, be_late, &late);
+    assert_int_equal(kern_team_active(late.team), 1);
+    uint32_t helped = atomic_load(&late.helped);
+    for (int i = 0; i < 14; i++)
+        kern_team_run(late.team, be_late, &late);
+    assert_true(atomic_load(&late.helped) <= helped + 2);
+    late.late = false;
+    for (int i = 0; i < 2048 && kern_team_active(late.team) == 1; i++)
+        kern_team_run(late.team, be_late, &late);
+    assert_int_equal(kern_team_active(late.team), 2);
+    assert_int_equal(kern_team_threads(late.team), 2);
+    kern_team_destroy(late.team);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -579,6 +671,7 @@ int main(void)
         cmocka_unit_test(attention_is_equal),
         cmocka_unit_test(attention_is_accurate),
         cmocka_unit_test(a_team_does_each_item_once),
+        cmocka_unit_test(a_team_goes_on_without_who_is_held_up),
     };
     return cmocka_run_group_tests(tests, set_up, NULL);
 }

@@ -1,6 +1,6 @@
 /* Tensor-parallel ranks: whatever their number, logits, KV, hashes and tokens are those of one
  * rank, bit for bit; and when a rank is gone, nobody waits for it. Ranks are threads here, and
- * processes where they have to die. */
+ * processes where they have to die. test_ranks [FORMAT]: of KV; f16 when not given. */
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
@@ -37,6 +37,7 @@ enum {
 };
 
 static pd_model_file *file;
+static pd_dtype dtype = PD_F16; /* of KV */
 
 typedef struct rank {
     kern_comm *comm;
@@ -107,7 +108,7 @@ static void *serve(void *arg)
 static void group_init(group *g, const char *device, uint32_t ranks, uint32_t threads)
 {
     *g = (group){.ranks = ranks, .threads = threads, .device = device};
-    pd_kv_layout_options options = {.dtype = PD_F16,
+    pd_kv_layout_options options = {.dtype = dtype,
                                     .block_tokens = 16,
                                     .group_layers = 2,
                                     .memory_bytes = 1 << 30,
@@ -318,13 +319,17 @@ static void a_failed_step_is_everybodys(void **state)
     slice.slice.count = slice.slice.logits_from = 2;
     assert_int_equal(run(&g, &job), PD_OK);
     uint64_t value_at = pd_kv_layout_k_offset(&g.layout, 0, block, 3) + g.layout.half_bytes;
-    uint16_t *value = (uint16_t *)((char *)g.pool + value_at), was = *value;
-    *value = 0x7e00;
+    /* a NaN of f16, or of a scale */
+    size_t bytes = g.layout.scale_bytes != 0 ? g.layout.scale_bytes : g.layout.element_bytes;
+    char *value = (char *)g.pool + value_at + (g.layout.scale_bytes != 0 ? g.layout.scales_at : 0);
+    char was[sizeof(float)];
+    memcpy(was, value, bytes);
+    memset(value, 0xff, bytes);
     slice.slice.position = 2;
     slice.slice.count = slice.slice.logits_from = 1;
     slice.want_token = true;
     assert_int_equal(run(&g, &job), PD_E_INTERNAL);
-    *value = was;
+    memcpy(value, was, bytes);
     slice.slice.logits_from = 1;
     assert_int_equal(run(&g, &job), PD_OK);
     group_end(&g);
@@ -577,7 +582,7 @@ static void what_does_not_divide_is_refused_with_the_reason(void **state)
     assert_true(kern_split_of(&shape, 0, 1, &split, why, sizeof why));
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     pd_log_init("test", PD_LOG_ERROR);
     const struct CMUnitTest tests[] = {
@@ -590,5 +595,7 @@ int main(void)
         cmocka_unit_test(what_does_not_divide_is_refused_with_the_reason),
     };
 
+    if (argc > 1 && !pd_kv_dtype_of(argv[1], &dtype))
+        return 2;
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2,7 +2,9 @@
 
 #include "common/base/buf.h"
 #include "common/base/mem.h"
+#include "kernels/k_blocks.h"
 #include "kernels/number.h"
+#include "tests/unit/kernels/quantise.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,10 +42,11 @@ typedef struct writer {
     tensor tensors[64];
     uint32_t tensors_count;
     uint64_t keys;
+    bool from_floats;
 } writer;
 
-static const uint32_t gguf_types[] = {
-    [PD_F32] = 0, [PD_F16] = 1, [PD_BF16] = 30, [PD_Q4_0] = 2, [PD_Q4_1] = 3, [PD_Q8_0] = 8};
+static const uint32_t gguf_types[] = {[PD_F32] = 0,  [PD_F16] = 1,  [PD_BF16] = 30, [PD_Q4_0] = 2,
+                                      [PD_Q4_1] = 3, [PD_Q8_0] = 8, [PD_Q4_K] = 12, [PD_Q6_K] = 14};
 
 float tiny_random(uint64_t *state)
 {
@@ -64,6 +67,14 @@ static void fill_block(pd_dtype dtype, uint64_t *state, uint8_t *block)
     } else if (dtype == PD_F16 || dtype == PD_BF16) {
         half = dtype == PD_F16 ? kern_f32_to_f16(value) : (uint16_t)(kern_bits_of(value) >> 16);
         memcpy(block, &half, 2);
+    } else if (dtype == PD_Q4_K) { /* scales and minima of 6 bits: 31 on average */
+        half = kern_f32_to_f16(value * 0.0016f);
+        least = kern_f32_to_f16(value * 0.012f);
+        memcpy(block, &half, 2);
+        memcpy(block + 2, &least, 2);
+    } else if (dtype == PD_Q6_K) {
+        half = kern_f32_to_f16(value * 0.0003f);
+        memcpy(block + KERN_Q6K_D_AT, &half, 2);
     } else {
         half = dtype == PD_Q8_0 ? kern_f32_to_f16(value * 0.01f) : half;
         memcpy(block, &half, 2);
@@ -79,6 +90,19 @@ void tiny_fill(pd_dtype dtype, uint64_t seed, uint32_t rows, uint32_t cols, void
 
     for (uint64_t i = 0; i < blocks; i++)
         fill_block(dtype, &seed, (uint8_t *)out + i * info->block_bytes);
+}
+
+/* Evenly around 0, of a size that outputs are about as large as inputs. No outliers: a 4-bit block
+ * with one has little else left. */
+static void fill_from_floats(pd_dtype dtype, uint64_t seed, uint32_t rows, uint32_t cols, void *out)
+{
+    size_t count = (size_t)rows * cols;
+    float *values = malloc(count * sizeof *values);
+
+    for (size_t i = 0; i < count; i++)
+        values[i] = ((float)(pd_random_next(&seed) >> 40) * 0x1p-23f - 1) / sqrtf((float)cols / 3);
+    test_quantise(dtype, values, count, out);
+    free(values);
 }
 
 static void put_u32(pd_buf *buf, uint32_t value)
@@ -124,13 +148,16 @@ static void key_text(writer *w, const char *key, const char *value)
 static void add_tensor(writer *w, const char *name, pd_dtype dtype, uint32_t cols, uint32_t rows)
 {
     const pd_dtype_info *info = pd_dtype_info_of(dtype);
-    size_t bytes = (size_t)cols / info->block_weights * info->block_bytes * rows;
+    size_t bytes = (size_t)cols * rows / info->block_weights * info->block_bytes;
     void *memory = malloc(bytes);
     tensor *added = &w->tensors[w->tensors_count++];
 
     *added = (tensor){.dtype = dtype, .cols = cols, .rows = rows, .offset = w->data.len};
     snprintf(added->name, sizeof added->name, "%s", name);
-    tiny_fill(dtype, w->tensors_count, rows, cols, memory);
+    if (w->from_floats && rows > 1)
+        fill_from_floats(dtype, w->tensors_count, rows, cols, memory);
+    else
+        tiny_fill(dtype, w->tensors_count, rows, cols, memory);
     pd_buf_append(&w->data, memory, bytes);
     while (w->data.len % 32 != 0)
         pd_buf_append(&w->data, "", 1);
@@ -237,6 +264,7 @@ void tiny_write(const tiny_shape *shape, const char *path)
 
     if (w == NULL || file == NULL)
         abort();
+    w->from_floats = shape->from_floats;
     pd_buf_init(&w->head, 1 << 20);
     pd_buf_init(&w->data, 1 << 23);
     add_keys(w, shape);
@@ -283,8 +311,13 @@ pd_model_file *tiny_open_for_ranks(uint32_t kv_heads)
 
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks)
 {
+    return tiny_layout_of(file, blocks, PD_F16);
+}
+
+pd_kv_layout tiny_layout_of(const pd_model_file *file, uint32_t blocks, pd_dtype dtype)
+{
     pd_kv_layout layout;
-    pd_kv_layout_options options = {.dtype = PD_F16,
+    pd_kv_layout_options options = {.dtype = dtype,
                                     .block_tokens = 16,
                                     .group_layers = 2,
                                     .memory_bytes = (uint64_t)1 << 30,

@@ -18,7 +18,9 @@ float tiny_random(uint64_t *state);
 
 typedef struct tiny_shape {
     uint32_t hidden, heads, kv_heads, head_dim, ffn, layers, vocab, context;
-    bool tied; /* the head is the embedding */
+    bool tied;        /* the head is the embedding */
+    bool from_floats; /* matrices are random floats, the same in any format, as that has them; not
+                         random blocks of the format */
     pd_dtype embedding, query, key, value, output, gate, up, down, head;
 } tiny_shape;
 extern const tiny_shape tiny_every_format;
@@ -32,3 +34,5 @@ pd_model_file *tiny_open_shape(const tiny_shape *shape);
 pd_model_file *tiny_open_for_ranks(uint32_t kv_heads);
 /* A layout for it, with blocks of 16 tokens and groups of one layer. */
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks);
+/* The same with KV in another format than f16. */
+pd_kv_layout tiny_layout_of(const pd_model_file *file, uint32_t blocks, pd_dtype dtype);

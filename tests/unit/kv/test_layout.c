@@ -4,6 +4,8 @@
 #include "common/base/log.h"
 #include "common/base/mem.h"
 
+#include <stdio.h>
+
 static pd_model_shape shape_of(uint32_t layers, uint32_t kv_heads, uint32_t head_dim)
 {
     return (pd_model_shape){.layers = layers, .kv_heads = kv_heads, .head_dim = head_dim};
@@ -123,6 +125,54 @@ static void a_ranks_part_is_a_run_of_runs(void **state)
     }
 }
 
+/* A half is its codes, then its scales; nothing else changes with the format. */
+static void a_half_has_its_scales_at_its_end(void **state)
+{
+    static const pd_dtype dtypes[] = {PD_INT8, PD_FP8_E4M3};
+
+    (void)state;
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++) {
+        pd_kv_layout_options options = {
+            .dtype = dtypes[i], .block_tokens = 32, .group_layers = 2, .memory_bytes = 64 << 20};
+        pd_kv_layout layout = make(shape_of(5, 3, 64), options);
+        assert_int_equal(layout.token_bytes, 64);
+        assert_int_equal(layout.scale_bytes, 4);
+        assert_int_equal(layout.scales_at, 32 * 64);
+        assert_int_equal(layout.half_bytes, 32 * (64 + 4));
+        assert_int_equal(layout.layer_bytes, 2 * layout.half_bytes);
+        assert_int_equal(layout.block_bytes_all, 5 * 3 * layout.layer_bytes);
+        assert_int_equal(layout.scales_at % 64, 0);
+        assert_int_equal(layout.half_bytes % 64, 0);
+        options.dtype = PD_F16;
+        pd_kv_layout f16 = make(shape_of(5, 3, 64), options);
+        assert_int_equal(f16.scale_bytes, 0);
+        assert_int_equal(f16.half_bytes, f16.scales_at);
+        /* 128 bytes against 68 */
+        assert_true(layout.blocks * 100ull > f16.blocks * 187ull);
+        assert_true(pd_kv_layout_fingerprint(&layout) != pd_kv_layout_fingerprint(&f16));
+    }
+}
+
+static void formats_have_the_names_of_the_deployment(void **state)
+{
+    static const char *const names[] = {"f16", "int8", "fp8_e4m3"};
+    pd_kv_layout_options options = {.block_tokens = 16, .memory_bytes = 64 << 20};
+    char text[100], want[100];
+    pd_dtype dtype;
+
+    (void)state;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        assert_true(pd_kv_dtype_of(names[i], &options.dtype));
+        assert_string_equal(pd_kv_dtype_name(options.dtype), names[i]);
+        pd_kv_layout layout = make(shape_of(30, 3, 64), options);
+        pd_kv_layout_describe(&layout, text, sizeof text);
+        snprintf(want, sizeof want, "%s 30x3x64 blocks of 16 tokens, groups of 2 layers", names[i]);
+        assert_string_equal(text, want);
+    }
+    assert_false(pd_kv_dtype_of("q8_0", &dtype));
+    assert_false(pd_kv_dtype_of("", &dtype));
+}
+
 static void ranks_are_no_matter_of_agreement(void **state)
 {
     (void)state;
@@ -196,6 +246,8 @@ int main(void)
         cmocka_unit_test(every_byte_of_the_pool_belongs_to_one_place),
         cmocka_unit_test(a_block_and_a_heads_slice_are_contiguous_in_a_group),
         cmocka_unit_test(a_ranks_part_is_a_run_of_runs),
+        cmocka_unit_test(a_half_has_its_scales_at_its_end),
+        cmocka_unit_test(formats_have_the_names_of_the_deployment),
         cmocka_unit_test(ranks_are_no_matter_of_agreement),
         cmocka_unit_test(what_cannot_be_is_refused),
         cmocka_unit_test(the_fingerprint_is_the_layouts_and_not_the_pools),

@@ -1,5 +1,5 @@
 /* A seal matches the bytes that it was made for, in their place, and nothing else; however it was
- * made. */
+ * made. test_seal [FORMAT]: of KV; f16 when not given. */
 
 #include "common/kv/seal.h"
 #include "common/kv/tile_sum.h"
@@ -7,6 +7,7 @@
 
 #include "common/base/mem.h"
 
+static pd_dtype dtype = PD_F16;
 static pd_kv_layout layout;
 static unsigned char *pool;
 
@@ -14,7 +15,7 @@ static int setup(void **state)
 {
     (void)state;
     pd_model_shape shape = {.layers = 5, .kv_heads = 4, .head_dim = 40};
-    pd_kv_layout_options options = {.dtype = PD_F16,
+    pd_kv_layout_options options = {.dtype = dtype,
                                     .block_tokens = 16,
                                     .group_layers = 2,
                                     .memory_bytes = 1 << 20,
@@ -33,6 +34,14 @@ static int teardown(void **state)
     (void)state;
     pd_free(pool);
     return 0;
+}
+
+/* Whether the byte of a half belongs to one of its first tokens. */
+static bool is_valid(const pd_kv_layout *l, uint64_t at, uint32_t tokens)
+{
+    if (at >= l->scales_at)
+        return at < l->scales_at + (uint64_t)tokens * l->scale_bytes;
+    return at < tokens * l->token_bytes;
 }
 
 static pd_seal_place place(void)
@@ -85,7 +94,7 @@ static void every_valid_byte_counts_and_no_other(void **state)
     uint64_t start = pd_kv_layout_block_offset(&layout, 1, 2);
     uint64_t bytes = pd_kv_layout_block_bytes(&layout, 1);
     for (uint64_t i = 0; i < bytes; i++) {
-        bool valid = i % layout.half_bytes < 5 * layout.token_bytes;
+        bool valid = is_valid(&layout, i % layout.half_bytes, 5);
         pool[start + i] ^= 1;
         assert_int_equal(pd_seal_verify(&layout, pool, 2, &p, 0, 4, seal),
                          valid ? PD_E_MISMATCH : PD_OK);
@@ -103,7 +112,7 @@ static void a_slice_has_one_seal_whatever_the_split(void **state)
     pd_model_shape shape = {.layers = 5, .kv_heads = 4, .head_dim = 40};
     for (int r = 0; r < 3; r++) {
         pd_kv_layout other;
-        pd_kv_layout_options options = {.dtype = PD_F16,
+        pd_kv_layout_options options = {.dtype = dtype,
                                         .block_tokens = 16,
                                         .group_layers = 2,
                                         .memory_bytes = 1 << 20,
@@ -159,14 +168,14 @@ static void equal_halves_may_not_change_places(void **state)
     pd_seal_place p = place();
     uint64_t seal = pd_seal_compute(&layout, pool, 1, &p, 0, 4);
     unsigned char saved[16 * 40 * 2];
-    assert_int_equal(sizeof saved, layout.half_bytes);
+    assert_true(layout.half_bytes <= sizeof saved);
     unsigned char *k = pool + pd_kv_layout_k_offset(&layout, 2, 1, 0);
-    memcpy(saved, k, sizeof saved);
-    memcpy(k, k + layout.half_bytes, sizeof saved);
-    memcpy(k + layout.half_bytes, saved, sizeof saved);
+    memcpy(saved, k, layout.half_bytes);
+    memcpy(k, k + layout.half_bytes, layout.half_bytes);
+    memcpy(k + layout.half_bytes, saved, layout.half_bytes);
     assert_int_equal(pd_seal_verify(&layout, pool, 1, &p, 0, 4, seal), PD_E_MISMATCH);
-    memcpy(k + layout.half_bytes, k, sizeof saved);
-    memcpy(k, saved, sizeof saved);
+    memcpy(k + layout.half_bytes, k, layout.half_bytes);
+    memcpy(k, saved, layout.half_bytes);
     assert_int_equal(pd_seal_verify(&layout, pool, 1, &p, 0, 4, seal), PD_OK);
 }
 
@@ -210,7 +219,7 @@ typedef struct rig {
 static rig rig_make(uint32_t head_dim, uint32_t block_tokens, uint32_t kv_heads, uint32_t blocks)
 {
     pd_model_shape shape = {.layers = 3, .kv_heads = kv_heads, .head_dim = head_dim};
-    pd_kv_layout_options options = {.dtype = PD_F16,
+    pd_kv_layout_options options = {.dtype = dtype,
                                     .block_tokens = block_tokens,
                                     .group_layers = 2,
                                     .memory_bytes = 1 << 26,
@@ -425,7 +434,7 @@ static void every_valid_byte_counts_whatever_the_size_of_a_token(void **state)
         uint64_t seal = pd_seal_compute(&r.layout, r.pool, 0, &p, 0, 2);
         for (uint32_t i = 0; i < 600; i++) {
             uint64_t at = pd_random_next(&r.random) % pd_kv_layout_block_bytes(&r.layout, 0);
-            bool valid = at % r.layout.half_bytes < 13 * r.layout.token_bytes;
+            bool valid = is_valid(&r.layout, at % r.layout.half_bytes, 13);
             r.pool[at] ^= (unsigned char)(1 << below(&r, 8));
             assert_int_equal(pd_seal_verify(&r.layout, r.pool, 0, &p, 0, 2, seal),
                              valid ? PD_E_MISMATCH : PD_OK);
@@ -442,8 +451,9 @@ static void write_tokens(rig *r, pd_seal_tiles *tiles, pd_block block, uint32_t 
         for (uint32_t head = 0; head < r->layout.kv_heads; head++) {
             for (uint32_t half = 0; half < 2; half++) {
                 unsigned char *bytes = half_at(r, layer, block, head, half);
-                for (uint64_t i = from * r->layout.token_bytes; i < to * r->layout.token_bytes; i++)
-                    bytes[i] = (unsigned char)pd_random_next(&r->random);
+                for (uint64_t i = 0; i < r->layout.half_bytes; i++)
+                    if (is_valid(&r->layout, i, to) && !is_valid(&r->layout, i, from))
+                        bytes[i] = (unsigned char)pd_random_next(&r->random);
             }
             pd_seal_tiles_wrote(tiles, r->pool, layer, block, head, from, to);
         }
@@ -563,7 +573,7 @@ static void the_table_takes_less_than_a_hundredth_of_the_pool(void **state)
     pd_free(r.pool);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_copy_in_another_block_has_the_same_seal),
@@ -583,5 +593,7 @@ int main(void)
         cmocka_unit_test(a_check_looks_at_the_bytes_and_teaches_the_tiles),
         cmocka_unit_test(the_table_takes_less_than_a_hundredth_of_the_pool),
     };
+    if (argc > 1 && !pd_kv_dtype_of(argv[1], &dtype))
+        return 2;
     return cmocka_run_group_tests(tests, setup, teardown);
 }
