@@ -37,7 +37,7 @@ typedef struct bench {
     uint32_t blocks_each; /* of one sequence */
     uint32_t *prompt;
     uint32_t prefill, decode, batch, context, shared;
-    uint64_t weights_bytes;
+    uint64_t weights_bytes, layer_macs;
 } bench;
 
 static void step(bench *b, kern_job_slice *slices, uint32_t count)
@@ -187,8 +187,9 @@ static pd_status load(bench *b, const char *device, uint32_t threads, uint32_t l
     return b->backend->bind(b->model, &b->layout, b->pool, false);
 }
 
-/* What a decode step reads: the layers' matrices and the head. */
-static uint64_t weights_bytes(const pd_model_file *file)
+/* What a decode step reads: the layers' matrices and the head. And what one token costs in the
+ * layers' matrices alone, in multiply-accumulates: what a prompt's every token costs. */
+static uint64_t weights_bytes(const pd_model_file *file, uint64_t *layer_macs_out)
 {
     static const char *const names[] = {"attn_q",   "attn_k", "attn_v",  "attn_output",
                                         "ffn_gate", "ffn_up", "ffn_down"};
@@ -197,12 +198,14 @@ static uint64_t weights_bytes(const pd_model_file *file)
         pd_model_file_tensor(file, shape->tied_embeddings ? "token_embd.weight" : "output.weight");
     uint64_t bytes = head == NULL ? 0 : head->bytes;
 
+    *layer_macs_out = 0;
     for (uint32_t layer = 0; layer < shape->layers; layer++) {
         for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
             char name[64];
             snprintf(name, sizeof name, "blk.%u.%s.weight", layer, names[i]);
             const pd_tensor *tensor = pd_model_file_tensor(file, name);
             bytes += tensor == NULL ? 0 : tensor->bytes;
+            *layer_macs_out += tensor == NULL ? 0 : tensor->dims[0] * tensor->dims[1];
         }
     }
     return bytes;
@@ -222,7 +225,7 @@ static pd_status open_all(bench *b, char **argv)
     status = pd_kv_layout_make(pd_model_file_shape(b->file), &kv, &b->layout);
     if (status != PD_OK)
         return status;
-    b->weights_bytes = weights_bytes(b->file);
+    b->weights_bytes = weights_bytes(b->file, &b->layer_macs);
     uint32_t vocab = pd_model_file_shape(b->file)->vocab;
     b->blocks = pd_calloc(b->layout.blocks, sizeof *b->blocks);
     b->prompt = pd_calloc(longest + BATCH_MAX, sizeof *b->prompt);
@@ -275,10 +278,10 @@ int main(int argc, char **argv)
     }
     printf("{\"backend\": \"%s\", \"threads\": %s, \"prefill\": %u, \"prefill_tok_s\": %.1f, "
            "\"decode\": %u, \"batch\": %u, \"context\": %u, \"decode_tok_s\": %.1f, "
-           "\"weights_mb\": %.1f, \"read_gb_s\": %.1f}\n",
+           "\"weights_mb\": %.1f, \"read_gb_s\": %.1f, \"layer_m_macs\": %.2f}\n",
            b.backend->describe(b.model), argv[3], b.prefill, median(prefill, repeats), b.decode,
            b.batch, b.context, median(decode, repeats), (double)b.weights_bytes * 1e-6,
-           median(read, repeats));
+           median(read, repeats), (double)b.layer_macs * 1e-6);
     kern_team_destroy(memory.team);
     kern_memory_unmap(&memory.memory);
     if (b.backend->pool_own)
