@@ -46,7 +46,7 @@ def q4_0(context, programs, model):
     made = context.cache / "llama.cpp" / (model.name.removesuffix(".gguf").removesuffix(".Q4_1") + ".Q4_0.gguf")
     if not made.exists() or made.stat().st_mtime < model.stat().st_mtime:
         part = made.with_suffix(".part")
-        context.command([programs["llama-quantize"], "--allow-requantize", model, part, "Q4_0"])
+        context.output([programs["llama-quantize"], "--allow-requantize", model, part, "Q4_0"])
         part.rename(made)
     return made
 
