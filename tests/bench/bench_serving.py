@@ -203,12 +203,15 @@ def results(context, bench, args):
             for what, label, unit, lower in METRICS:
                 mine, beside = bench.median(name, ours, what), bench.median(name, server.name, what)
                 row = context.result(f"{name}: {label}", mine, unit, server.name, beside)
-                if beside is None or lower:
-                    row["ratio"] = None if beside is None else round(beside / mine, 3)
+                if beside is not None:  # a rate of 0 is a figure, too
+                    row["peer_value"] = round(beside, 2)
+                    row["ratio"] = round(beside / mine, 3) if lower else row["ratio"]
                 # arrivals say how many tokens there are to make a second, as long as a server keeps up with them
-                if not (what == "tokens_s" and "rate" in how):
+                # and nothing is better where no request was served well by anybody
+                if not (what == "tokens_s" and "rate" in how) and not mine == beside == 0:
                     row.update(goal=1.0, met=beside is None or (mine <= beside if lower else mine >= beside))
-                yield {**row, "server": ours, "spread": [round(value, 2) for value in sorted(r[what] for r in bench.rows[name, ours])],
+                lost = sum(row["failed"] if row else 1 for row in bench.rows[name, server.name])
+                yield {**row, "server": ours, "peer_failed": lost, "spread": [round(value, 2) for value in sorted(r[what] for r in bench.rows[name, ours])],
                        "slo_ms": [round(value, 1) for value in bench.slo]}
 
 
