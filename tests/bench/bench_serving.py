@@ -207,11 +207,12 @@ def results(context, bench, args):
                     row["peer_value"] = round(beside, 2)
                     row["ratio"] = round(beside / mine, 3) if lower else row["ratio"]
                 # arrivals say how many tokens there are to make a second, as long as a server keeps up with them
-                # and nothing is better where no request was served well by anybody
-                if not (what == "tokens_s" and "rate" in how) and not mine == beside == 0:
-                    row.update(goal=1.0, met=beside is None or (mine <= beside if lower else mine >= beside))
+                # and nothing is better where no request was served well by anybody, or a peer answered none
+                if not (what == "tokens_s" and "rate" in how) and beside is not None and not mine == beside == 0:
+                    row.update(goal=1.0, met=mine <= beside if lower else mine >= beside)
                 lost = sum(row["failed"] if row else 1 for row in bench.rows[name, server.name])
-                yield {**row, "server": ours, "peer_failed": lost, "spread": [round(value, 2) for value in sorted(r[what] for r in bench.rows[name, ours])],
+                values = sorted(row[what] for row in bench.rows[name, ours])
+                yield {**row, "server": ours, "peer_failed": lost, "spread": [round(value, 2) for value in values],
                        "slo_ms": [round(value, 1) for value in bench.slo]}
 
 
