@@ -40,7 +40,7 @@ DOORS = [
     (r"nccl\.h", r"tests/unit/transfer/test_nccl_abi\.c"),
     (r"cublasLt\.h", r"kernels/cuda/blaslt_cuda\.cu"),
     (r"cuda.*", r"((kernels/cuda|tests/gpu)/.*|tests/unit/transfer/test_nccl_abi\.c)"),
-    (r"[a-z]*intrin\.h|cpuid\.h", r"kernels/cpu/.*|common/(kv/tile_sum|transfer/copy)_x86\.c"),
+    (r"[a-z]*intrin\.h|cpuid\.h", r"kernels/cpu/.*|common/(kv/tile_sum|transfer/copy)_x86\.c|tests/bench/peak_bench\.c"),
     (r"cmocka\.h", r"tests/.*"),
 ]
 # headers of the C library and the kernel: no door needed
