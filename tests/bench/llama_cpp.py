@@ -12,7 +12,7 @@ PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-serve
 # no web page in the server, no fetching of models; all instructions that this processor has
 OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF",
            "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_BUILD_SERVER=ON", "-DLLAMA_BUILD_UI=OFF",
-           "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF")
+           "-DLLAMA_USE_PREBUILT_UI=OFF")
 
 
 def build(context):
