@@ -1,9 +1,10 @@
 /* Every operation of every table against the reference's on random shapes and numbers, in memory
  * where a byte too far is seen; and operations that are wrong in one way each, which must be found.
  *
- * KVFERRY_SEED=N repeats a run, KVFERRY_FUZZ=OP:CASE does one case of it; KVFERRY_FULL=1 does 60
- * times as many. */
+ * test_fuzz [PARTS]: one of so many parts of the cases. KVFERRY_SEED=N repeats a run,
+ * KVFERRY_FUZZ=OP:CASE does one case of it; KVFERRY_FULL=1 does 60 times as many. */
 
+#include "tests/unit/kernels/choice.h"
 #include "tests/unit/kernels/fuzz.h"
 
 #include "common/base/hash.h"
@@ -31,7 +32,7 @@ static const uint32_t cases[FUZZ_OPS] = {
 };
 
 static uint64_t seed;
-static bool full;
+static uint32_t times, parts_of_all = 1;
 
 static uint64_t seed_of(fuzz_op op, uint32_t number)
 {
@@ -69,7 +70,7 @@ static void every_table_computes_what_the_reference_does(void **state)
         size_t name = strlen(fuzz_name(op));
         if (only != NULL && strncmp(only, fuzz_name(op), name) == 0 && only[name] == ':')
             one_case(op, (uint32_t)strtoul(only + name + 1, NULL, 10), tables, count);
-        for (uint32_t n = 0; only == NULL && n < cases[op] * (full ? FULL_TIMES : 1); n++)
+        for (uint32_t n = 0; only == NULL && n < cases[op] * times / parts_of_all; n++)
             one_case(op, n, tables, count);
     }
 }
@@ -345,16 +346,17 @@ static void what_is_planted_is_found(void **state)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_table_computes_what_the_reference_does),
         cmocka_unit_test(what_is_planted_is_found),
     };
-    const char *text = getenv("KVFERRY_SEED"), *whole = getenv("KVFERRY_FULL");
 
-    seed = text != NULL ? strtoull(text, NULL, 10) : 1;
-    full = whole != NULL && strcmp(whole, "1") == 0;
-    print_message("# KVFERRY_SEED=%" PRIu64 "\n", seed);
+    seed = choice_seed();
+    times = choice_full() ? FULL_TIMES : 1;
+    if (argc > 1)
+        parts_of_all = (uint32_t)strtoul(argv[1], NULL, 10);
+    choice_filter();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
