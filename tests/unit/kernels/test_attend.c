@@ -3,6 +3,7 @@
 
 #include "kernels/model/attend.h"
 #include "kernels/ops.h"
+#include "tests/unit/kernels/choice.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include "common/base/hash.h"
@@ -245,5 +246,6 @@ int main(void)
         cmocka_unit_test(a_row_is_the_same_alone_and_among_sharers),
         cmocka_unit_test(a_slice_of_several_tokens_shares_too),
     };
+    choice_filter();
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

@@ -7,6 +7,7 @@
 #include "kernels/model/weights.h"
 #include "kernels/number.h"
 #include "kernels/ops.h"
+#include "tests/unit/kernels/choice.h"
 #include "tests/unit/kernels/quantise.h"
 #include "tests/unit/kernels/tiny_model.h"
 
@@ -382,5 +383,6 @@ int main(void)
         cmocka_unit_test(rows_of_no_whole_blocks_are_refused),
         cmocka_unit_test(ranks_that_cut_blocks_are_refused),
     };
+    choice_filter();
     return cmocka_run_group_tests(tests, NULL, tear_down);
 }

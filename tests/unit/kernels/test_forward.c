@@ -4,6 +4,7 @@
 #include "kernels/model/engine.h"
 #include "kernels/model/forward.h"
 #include "kernels/ops.h"
+#include "tests/unit/kernels/choice.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include "common/base/hash.h"
@@ -481,5 +482,6 @@ int main(int argc, char **argv)
     };
     if (argc > 1 && !pd_kv_dtype_of(argv[1], &dtype))
         return 2;
+    choice_filter();
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

@@ -4,6 +4,7 @@
 
 #include "kernels/kv_row.h"
 #include "kernels/ops.h"
+#include "tests/unit/kernels/choice.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include <setjmp.h>
@@ -358,5 +359,6 @@ int main(void)
         cmocka_unit_test(attention_is_the_references),
         cmocka_unit_test(a_nan_is_seen_from_its_token_on),
     };
+    choice_filter();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,6 +6,7 @@
 #include "kernels/number.h"
 #include "kernels/ops.h"
 #include "kernels/team.h"
+#include "tests/unit/kernels/choice.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include "common/base/mem.h"
@@ -673,5 +674,6 @@ int main(void)
         cmocka_unit_test(a_team_does_each_item_once),
         cmocka_unit_test(a_team_goes_on_without_who_is_held_up),
     };
+    choice_filter();
     return cmocka_run_group_tests(tests, set_up, NULL);
 }
