@@ -288,6 +288,51 @@ static void a_source_is_asked_for_no_more_blocks_than_were_offered(void **state)
     world_free(w);
 }
 
+/* Its queue is full. Nobody else ends the prompt's waiting, but its patience. */
+static void a_source_that_takes_no_question_ends_the_pull(void **state)
+{
+    (void)state;
+    world *w = one_to_one(117);
+    store_prompt(w, 1, 1, 20);
+    w->fake.refuse[PD_MSG_SHIP_REQUEST] = 1;
+    answer *a = ask(w, 320, 20);
+    until_sent(w, PD_MSG_PULL_END);
+    wait_ms(w, 2);
+    const fake_worker *prefill = &w->fake.workers[0];
+    assert_int_equal(w->fake.sent[PD_MSG_SHIP_REQUEST], 0);
+    assert_int_equal(prefill->pull_ends, 1);
+    assert_false(prefill->last_pull_end.may_land); /* nobody was asked */
+    assert_int_equal(counters_of(w).pulls, 0);
+    wait_ms(w, 500);
+    assert_whole(w, a);
+    world_free(w);
+}
+
+/* What it was asked for at first may still be on its way. */
+static void a_source_that_takes_no_second_question_ends_the_pull(void **state)
+{
+    (void)state;
+    for (int which = 0; which < 3; which++) {
+        answer *a;
+        world *w = pulling(118, &a);
+        fake_worker *prefill = &w->fake.workers[0];
+        const pd_message message = {.kind = PD_MSG_REFETCH,
+                                    .refetch = {.key = prefill->last_prefill.key, .count = 1}};
+
+        if (which > 0)
+            pull_done(w, 1, PD_OK, which == 1, 0);
+        w->fake.refuse[PD_MSG_SHIP_AGAIN] = 1;
+        say(w, 0, &message);
+        wait_ms(w, 5);
+        assert_int_equal(w->fake.sent[PD_MSG_SHIP_AGAIN], 0);
+        assert_int_equal(prefill->pull_ends, 1);
+        assert_int_equal(prefill->last_pull_end.may_land, which < 2);
+        wait_ms(w, 1000);
+        assert_whole(w, a);
+        world_free(w);
+    }
+}
+
 /* ---- prompts ---- */
 
 /* Blocks beyond the lease, or none for some of the prompt; the last one is partial: nobody can hold
@@ -394,6 +439,8 @@ int main(void)
         cmocka_unit_test(a_cancel_while_it_pulls_waits_for_the_sources_last_word),
         cmocka_unit_test(only_the_sources_own_word_ends_what_was_pulled_for_a_request_that_left),
         cmocka_unit_test(a_source_is_asked_for_no_more_blocks_than_were_offered),
+        cmocka_unit_test(a_source_that_takes_no_question_ends_the_pull),
+        cmocka_unit_test(a_source_that_takes_no_second_question_ends_the_pull),
         cmocka_unit_test(targets_are_passed_on_only_of_a_lease_that_fits),
         cmocka_unit_test(a_cancel_while_its_blocks_are_shipped_waits_for_the_last_word),
         cmocka_unit_test(copies_are_held_for_as_long_as_the_request_may_take),
