@@ -1,4 +1,5 @@
 #include "router/pull.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/kv/prefix_hash.h"
 #include "router/patience.h"
@@ -11,7 +12,9 @@ static const double PULL_BASE_MS = 3;
 /* Shipping competes with other traffic, computing is sure: only a clear gain counts. */
 static const double SHIP_TIMES = 1.5;
 static const double PATIENCE_TIMES = 4;
-static const double PATIENCE_FLOOR_MS = 50;
+/* Both ends have to get their turn, and on a busy host that takes a while: no worker need be heard
+ * more often than it beats. A source that dies ends the wait at once, whatever this is. */
+static const double PATIENCE_HEARTBEATS = 2;
 
 void router_pull_choose(const router_requests *t, router_request *r)
 {
@@ -48,9 +51,13 @@ void router_pull_choose(const router_requests *t, router_request *r)
     }
 }
 
-double router_pull_ms(const router_request *r)
+double router_pull_ms(const router_core_config *config, const router_request *r)
 {
-    return r->pull.slot == ROUTER_NO_WORKER ? 0 : PATIENCE_FLOOR_MS + PATIENCE_TIMES * r->pull.ms;
+    double heartbeat_ms = (double)config->heartbeat_ns / (double)PD_NS_PER_MS;
+
+    return r->pull.slot == ROUTER_NO_WORKER
+               ? 0
+               : PATIENCE_HEARTBEATS * heartbeat_ms + PATIENCE_TIMES * r->pull.ms;
 }
 
 void router_pull_fill(router_requests *t, const router_request *r, pd_msg_prefill_request *m)
@@ -59,7 +66,7 @@ void router_pull_fill(router_requests *t, const router_request *r, pd_msg_prefil
         return;
     router_worker_peer(router_request_worker(t, r->pull.slot), false, &m->pull);
     m->pull_blocks = r->pull.blocks;
-    m->pull_ms = (uint32_t)router_pull_ms(r) + 1;
+    m->pull_ms = (uint32_t)router_pull_ms(t->o.config, r) + 1;
 }
 
 static void end_pull(router_requests *t, router_request *r, bool may_land, const char *why)
@@ -97,7 +104,7 @@ void router_pull_on_started(router_requests *t, router_request *r,
     m->hashes = r->hashes;
     m->hashes_count = (uint32_t)last;
     m->kv_tokens = (uint32_t)last * config->block_tokens;
-    m->deadline_ms = (uint32_t)router_pull_ms(r) + 1;
+    m->deadline_ms = (uint32_t)router_pull_ms(t->o.config, r) + 1;
     if (!router_request_send(t, r->pull.slot, &message)) {
         r->pull.slot = ROUTER_NO_WORKER;
         end_pull(t, r, false, "the source does not take messages");

@@ -266,9 +266,10 @@ void router_requests_on_prefill_started(router_requests *t, uint32_t slot,
     if (r == NULL || r->prefill != slot || !r->prefill_open)
         return;
     uint64_t due_ns =
-        now_ns + router_patience_behind_ns(
-                     t->o.config, router_patience_prefill_ns(t->o.config, router_pull_ms(r),
-                                                             r->terms.prefill_ms));
+        now_ns +
+        router_patience_behind_ns(
+            t->o.config, router_patience_prefill_ns(t->o.config, router_pull_ms(t->o.config, r),
+                                                    r->terms.prefill_ms));
     /* The queue is behind it; never sooner, since behind a pull a queue may be before it again. */
     if (r->state == ROUTER_REQUEST_PREFILLING && !r->started && due_ns > r->due_ns)
         router_request_set_due(t, r, due_ns);
