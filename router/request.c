@@ -601,11 +601,13 @@ static void ship_again(router_requests *t, router_request *r, const pd_msg_refet
                     refetch->first_block, refetch->count, r->key.epoch, r->again.count);
     if (!router_again_may(&r->again, refetch))
         return;
-    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
-                          .ship_again = {.key = r->key,
-                                         .group = refetch->group,
-                                         .first_block = refetch->first_block,
-                                         .count = refetch->count}};
+    pd_message message = {
+        .kind = PD_MSG_SHIP_AGAIN,
+        .ship_again = {.key = r->key,
+                       .group = refetch->group,
+                       .first_block = refetch->first_block,
+                       .count = refetch->count,
+                       .receiver = router_request_worker(t, r->decode)->hello.incarnation}};
     t->o.counters->refetches++;
     if (r->prefill == ROUTER_NO_WORKER || !router_request_send(t, r->prefill, &message)) {
         char why[ROUTER_MESSAGE_BYTES];

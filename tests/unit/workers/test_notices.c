@@ -565,6 +565,23 @@ static void who_asks_is_told_apart_from_whom_a_word_was_forgotten_of(void **stat
     assert_int_equal(answer->kind, PD_MSG_SHIP_DONE);
     assert_int_equal(answer->ship_done.status, PD_E_NOT_FOUND);
     assert_true(answer->ship_done.key.number == 8 && !answer->ship_done.may_land);
+    for (int lost = 0; lost < 2; lost++) { /* the same by way of a router, its own or another */
+        for (uint64_t who = MUTED; who <= ASKS; who += ASKS - MUTED) {
+            pd_message again = {.kind = PD_MSG_SHIP_AGAIN,
+                                .ship_again = {.key = {WORLD_ROUTER + 9 * (uint64_t)lost, 9, 1},
+                                               .group = UINT32_MAX,
+                                               .count = 1,
+                                               .receiver = who}};
+            w->letters_count = 0;
+            world_to(w, &w->decode, &again);
+            assert_int_equal(w->letters_count, lost && who == MUTED ? 0 : 1);
+            if (w->letters_count == 0)
+                continue;
+            assert_int_equal(answer->kind, PD_MSG_SHIP_DONE);
+            assert_int_equal(answer->ship_done.may_land, who == MUTED);
+            assert_int_equal(answer->ship_done.receiver, who);
+        }
+    }
     w->letters_count = 0;
     world_destroy(w);
 }

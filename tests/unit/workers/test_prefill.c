@@ -4,6 +4,7 @@
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/worker/key_table.h"
+#include "prefill-worker/core.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -499,6 +500,29 @@ static uint32_t deliver_and_count(world *w, pd_notice_kind kind, pd_notice *last
     return count;
 }
 
+/* Of receivers that died elsewhere words were forgotten; another one's question is answered. */
+static void who_asks_is_told_apart_from_the_dead(void **state)
+{
+    (void)state;
+    enum { DEAD = 500 };
+    world *w = world_create(&(world_setup){.seed = 1});
+    pd_role_core *core = w->prefill.core;
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
+                          .ship_again = {.key = {WORLD_ROUTER, 7, 1}, .count = 1}};
+
+    for (uint64_t i = 0; i <= PD_LAST_WORDS_OWED_MAX; i++)
+        pd_last_words_owe(&core->words, DEAD, &(pd_request_key){WORLD_ROUTER, 1000 + i, 1}, false);
+    for (int who = 0; who < 3; who++) {
+        const uint64_t receivers[] = {w->decode.options.incarnation, DEAD, 0};
+        message.ship_again.receiver = receivers[who];
+        world_to(w, &w->prefill, &message);
+        assert_int_equal(last_done(w)->status, PD_E_NOT_FOUND);
+        assert_int_equal(last_done(w)->may_land, who > 0);
+    }
+    w->letters_count = 0;
+    world_destroy(w);
+}
+
 /* A link that is being closed, as the engine tells it: first all that was under way has failed. */
 static void fail_all_under_way(world *w)
 {
@@ -835,6 +859,7 @@ int main(void)
         cmocka_unit_test(a_prompt_without_room_in_time_is_refused),
         cmocka_unit_test(a_stuck_link_is_closed_so_that_a_cancel_can_end),
         cmocka_unit_test(a_failed_write_ends_its_request_after_the_link),
+        cmocka_unit_test(who_asks_is_told_apart_from_the_dead),
         cmocka_unit_test(a_cancelled_shipment_waits_for_its_closing_link),
         cmocka_unit_test(a_link_lost_before_the_first_block_leaves_nothing_to_land),
         cmocka_unit_test(blocks_a_decode_worker_holds_are_not_shipped),

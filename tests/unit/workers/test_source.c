@@ -336,7 +336,7 @@ static void blocks_asked_for_again_go_again_and_are_answered_again(void **state)
     assert_true(pd_source_again(&b->source, &again, b->now_ns));
     assert_int_equal(b->done[3].status, PD_E_INVALID);
     assert_false(pd_source_again(&b->source, &again, b->now_ns));
-    pd_source_unknown(&b->source, &again.key);
+    pd_source_unknown(&b->source, &again);
     assert_true(b->done[4].status == PD_E_NOT_FOUND && b->done[4].again == 1);
     assert_false(pd_source_release(&b->source, &asked.key, &epoch));
     drop_own(b);
@@ -674,6 +674,14 @@ static void words_owed_to_the_dead_elsewhere_make_nobody_mute(void **state)
     assert_true(b->done_count == 1 && !b->done[0].may_land);
     pd_source_asked(&b->source, &asked.key, 88, &routers, b->now_ns);
     assert_true(b->done_count == 2 && !b->done[1].may_land);
+    assert_true(b->done[1].receiver == 88); /* of that one alone it is said */
+    /* and by way of a router, that names who asks; else it may be one of the dead */
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key, .receiver = 88});
+    assert_true(b->done_count == 3 && !b->done[2].may_land && b->done[2].receiver == 88);
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key, .receiver = 1000});
+    assert_true(b->done_count == 4 && b->done[3].may_land);
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key});
+    assert_true(b->done_count == 5 && b->done[4].may_land && b->done[4].receiver == 0);
     drop_own(b);
     teardown(b);
 }
@@ -711,7 +719,7 @@ static void what_never_left_keeps_nobody_waiting(void **state)
     assert_true(b->done_count == 1 && !b->done[0].may_land);
     pd_source_asked(&b->source, &asked.key, 88, &routers, b->now_ns);
     assert_true(b->done_count == 2 && b->done[1].status == PD_E_NOT_FOUND && !b->done[1].may_land);
-    pd_source_unknown(&b->source, &asked.key);
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key});
     assert_true(b->done_count == 3 && !b->done[2].may_land);
     link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK); /* all the same it is said */
     assert_true(b->aborts == 1 && b->aborted.number == 4);
