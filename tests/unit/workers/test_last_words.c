@@ -349,6 +349,8 @@ static void the_dead_take_no_place_of_the_living(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_dead_elsewhere_make_nobody_mute),
+        cmocka_unit_test(the_dead_take_no_place_of_the_living),
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
         cmocka_unit_test(a_word_on_nothing_is_owed_and_nothing_may_land),
         cmocka_unit_test(a_word_that_was_said_is_said_again_when_somebody_asks),
@@ -357,8 +359,6 @@ int main(void)
         cmocka_unit_test(what_an_open_link_may_write_for_ever_has_no_last_word),
         cmocka_unit_test(the_latest_ends_are_remembered),
         cmocka_unit_test(what_was_forgotten_is_not_taken_for_ended),
-        cmocka_unit_test(the_dead_elsewhere_make_nobody_mute),
-        cmocka_unit_test(the_dead_take_no_place_of_the_living),
     };
 
     pd_log_init("test-last-words", PD_LOG_ERROR);
