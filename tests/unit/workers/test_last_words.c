@@ -308,7 +308,7 @@ static void the_dead_elsewhere_make_nobody_mute(void **state)
     assert_in_range(muted, DEAD - PD_LAST_WORDS_OWED_MAX / 3 - 1, DEAD);
     for (uint64_t i = 0; i < 20000; i++)
         wrong += pd_last_words_owes(&b->words, &unknown, 2 * FIRST + i);
-    assert_in_range(wrong, 0, 20);          /* of the living, one in a thousand at most */
+    assert_in_range(wrong, 0, 20);           /* of the living, one in a thousand at most */
     const pd_link *back = link_up(b, FIRST); /* it had only stood still */
     pd_last_words_abort(&b->words, back, &whole);
     assert_int_equal(b->said, 1);
