@@ -658,7 +658,8 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
         return;
     }
     if (message->kind == PD_MSG_SHIP_AGAIN && !pd_routers_live(&core->routers, key->router)) {
-        pd_source_asked(&core->source, key, 0, &core->routers, now_ns); /* for one that is lost */
+        /* for one that is lost */
+        pd_source_asked(&core->source, key, message->ship_again.receiver, &core->routers, now_ns);
         return;
     }
     if (key != NULL && (key->router != router || key->number == 0)) {
@@ -674,7 +675,7 @@ static void decode_on_message(pd_role_core *core, uint64_t router, const pd_mess
     case PD_MSG_SHIP_REQUEST: on_ship_request(core, &message->ship_request, now_ns); break;
     case PD_MSG_SHIP_AGAIN:
         if (!pd_source_again(&core->source, &message->ship_again, now_ns))
-            pd_source_unknown(&core->source, &message->ship_again.key);
+            pd_source_unknown(&core->source, &message->ship_again);
         break;
     case PD_MSG_RELEASE: on_release(core, &message->release, now_ns); break;
     case PD_MSG_AUDIT: on_audit(core, router, &message->audit); break;

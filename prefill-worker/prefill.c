@@ -239,7 +239,7 @@ static void on_ship_again(pd_role_core *core, const pd_msg_ship_again *asked, ui
     if (r == NULL) {
         prefill_request unknown = {.key = asked->key, .again = 1, .status = PD_E_NOT_FOUND};
         unknown.reason = "its copies are gone";
-        unknown.may_land = pd_last_words_say_again(&core->words, &asked->key, 0);
+        unknown.may_land = pd_last_words_say_again(&core->words, &asked->key, asked->receiver);
         pd_last_words_end(&core->words, &asked->key);
         prefill_say_done(core, &unknown);
         return;

@@ -194,8 +194,10 @@ static void ask_senders(router_audit *audit, uint32_t slot, const pd_audit_entry
     router_cluster *cluster = audit->o.cluster;
     const pd_msg_cancel cancel = {.key = entry->key};
     /* A block that there is not, which ends a shipment. */
-    pd_message again = {.kind = PD_MSG_SHIP_AGAIN,
-                        .ship_again = {.key = entry->key, .group = UINT32_MAX, .count = 1}};
+    pd_message again = {
+        .kind = PD_MSG_SHIP_AGAIN,
+        .ship_again = {
+            .key = entry->key, .group = UINT32_MAX, .count = 1, .receiver = reply->incarnation}};
     bool own = entry->key.router == audit->o.requests->o.router;
     audit->o.counters->audit_quarantined++;
     if (cluster->workers[slot].hello.role != PD_ROLE_DECODE) {

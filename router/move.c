@@ -276,11 +276,13 @@ void router_move_on_refetch(router_requests *t, router_request *r, uint32_t slot
                     refetch->first_block, refetch->count, r->move.again.count);
     if (!router_again_may(&r->move.again, refetch))
         return;
-    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
-                          .ship_again = {.key = refetch->key,
-                                         .group = refetch->group,
-                                         .first_block = refetch->first_block,
-                                         .count = refetch->count}};
+    pd_message message = {
+        .kind = PD_MSG_SHIP_AGAIN,
+        .ship_again = {.key = refetch->key,
+                       .group = refetch->group,
+                       .first_block = refetch->first_block,
+                       .count = refetch->count,
+                       .receiver = router_request_worker(t, slot)->hello.incarnation}};
     t->o.counters->refetches++;
     if (!router_request_send(t, r->decode, &message)) {
         router_move_failed(t, r, "the holder does not take messages", now_ns);
@@ -296,6 +298,9 @@ void router_move_on_done(router_requests *t, router_request *r, uint32_t slot,
     if (r->decode != slot || !r->move.asked || !r->move.open ||
         (done->status == PD_OK && done->again != r->move.again.count))
         return;
+    if (done->receiver != 0 && r->move.slot != ROUTER_NO_WORKER &&
+        done->receiver != router_request_worker(t, r->move.slot)->hello.incarnation)
+        return; /* said of another one, which asked */
     r->move.open = false;
     r->move.may_land = done->may_land;
     if (done->status != PD_OK)

@@ -26,7 +26,8 @@ void router_place_send_prefill(router_requests *t, router_request *r, uint64_t n
     m->end_tokens_count = r->end_tokens_count;
     m->max_tokens = r->max_tokens;
     uint64_t patience_ns = router_patience_prefill_ns(
-        t->o.config, r->terms.prefill_queue_ms + router_pull_ms(r), r->terms.prefill_ms);
+        t->o.config, r->terms.prefill_queue_ms + router_pull_ms(t->o.config, r),
+        r->terms.prefill_ms);
     m->deadline_ms = router_patience_ms(patience_ns);
     m->hold_ms = router_patience_ms(r->total_due_ns > now_ns ? r->total_due_ns - now_ns : 0);
     router_pull_fill(t, r, m);

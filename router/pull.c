@@ -1,4 +1,5 @@
 #include "router/pull.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/kv/prefix_hash.h"
 #include "router/patience.h"
@@ -11,7 +12,9 @@ static const double PULL_BASE_MS = 3;
 /* Shipping competes with other traffic, computing is sure: only a clear gain counts. */
 static const double SHIP_TIMES = 1.5;
 static const double PATIENCE_TIMES = 4;
-static const double PATIENCE_FLOOR_MS = 50;
+/* Both ends have to get their turn, and on a busy host that takes a while: no worker need be heard
+ * more often than it beats. A source that dies ends the wait at once, whatever this is. */
+static const double PATIENCE_HEARTBEATS = 2;
 
 void router_pull_choose(const router_requests *t, router_request *r)
 {
@@ -48,9 +51,13 @@ void router_pull_choose(const router_requests *t, router_request *r)
     }
 }
 
-double router_pull_ms(const router_request *r)
+double router_pull_ms(const router_core_config *config, const router_request *r)
 {
-    return r->pull.slot == ROUTER_NO_WORKER ? 0 : PATIENCE_FLOOR_MS + PATIENCE_TIMES * r->pull.ms;
+    double heartbeat_ms = (double)config->heartbeat_ns / (double)PD_NS_PER_MS;
+
+    return r->pull.slot == ROUTER_NO_WORKER
+               ? 0
+               : PATIENCE_HEARTBEATS * heartbeat_ms + PATIENCE_TIMES * r->pull.ms;
 }
 
 void router_pull_fill(router_requests *t, const router_request *r, pd_msg_prefill_request *m)
@@ -59,7 +66,7 @@ void router_pull_fill(router_requests *t, const router_request *r, pd_msg_prefil
         return;
     router_worker_peer(router_request_worker(t, r->pull.slot), false, &m->pull);
     m->pull_blocks = r->pull.blocks;
-    m->pull_ms = (uint32_t)router_pull_ms(r) + 1;
+    m->pull_ms = (uint32_t)router_pull_ms(t->o.config, r) + 1;
 }
 
 static void end_pull(router_requests *t, router_request *r, bool may_land, const char *why)
@@ -97,7 +104,7 @@ void router_pull_on_started(router_requests *t, router_request *r,
     m->hashes = r->hashes;
     m->hashes_count = (uint32_t)last;
     m->kv_tokens = (uint32_t)last * config->block_tokens;
-    m->deadline_ms = (uint32_t)router_pull_ms(r) + 1;
+    m->deadline_ms = (uint32_t)router_pull_ms(t->o.config, r) + 1;
     if (!router_request_send(t, r->pull.slot, &message)) {
         r->pull.slot = ROUTER_NO_WORKER;
         end_pull(t, r, false, "the source does not take messages");
@@ -147,10 +154,17 @@ static void tell_unwritten(router_requests *t, uint32_t slot, const pd_request_k
     router_cluster_cancel(t->o.cluster, slot, &cancel);
 }
 
+/* An answer that is said of one who asked is no word on another's blocks. */
+static bool said_of(const pd_msg_ship_done *done, uint64_t receiver)
+{
+    return done->receiver == 0 || done->receiver == receiver;
+}
+
 static bool on_left(router_requests *t, uint32_t slot, const pd_msg_ship_done *done)
 {
     router_left_pull *left = find_left(t, &done->key);
-    if (left == NULL || left->source != router_request_worker(t, slot)->hello.incarnation)
+    if (left == NULL || left->source != router_request_worker(t, slot)->hello.incarnation ||
+        !said_of(done, left->receiver))
         return false;
     if (done->status == PD_OK && done->again != left->again)
         return true; /* said before it heard that it is to ship once more */
@@ -176,21 +190,24 @@ void router_pull_ask_again(router_requests *t, uint32_t slot, const pd_request_k
     /* No layer group that there is: what matters is the answer, also of one that has forgotten the
      * key. A block that was written again now could land where the first writing's end has freed
      * it. */
-    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
-                          .ship_again = {.key = *key, .group = UINT32_MAX, .count = 1}};
+    pd_message message = {
+        .kind = PD_MSG_SHIP_AGAIN,
+        .ship_again = {.key = *key, .group = UINT32_MAX, .count = 1, .receiver = left->receiver}};
     if (source != ROUTER_NO_WORKER && !router_request_send(t, source, &message))
         pd_log_debug("msg=\"a question for a last word was not taken\"");
 }
 
 /* A source says that it holds nothing for a key of which this router knows nothing: perhaps of a
- * router that is lost. Whoever keeps blocks for it hears of it, and of whom it is said. */
-static void say_unwritten(router_requests *t, uint32_t source, const pd_request_key *key)
+ * router that is lost. Whoever keeps blocks for it, or asked, hears of it, and by whom it is said.
+ */
+static void say_unwritten(router_requests *t, uint32_t source, const pd_msg_ship_done *done)
 {
-    const pd_msg_cancel cancel = {.key = *key,
+    const pd_msg_cancel cancel = {.key = done->key,
                                   .unwritten = true,
                                   .source = router_request_worker(t, source)->hello.incarnation};
     for (uint32_t i = 0; i < t->o.cluster->slots_used; i++) {
-        if (i != source && t->o.cluster->workers[i].used)
+        const router_worker *worker = &t->o.cluster->workers[i];
+        if (i != source && worker->used && said_of(done, worker->hello.incarnation))
             router_cluster_cancel(t->o.cluster, i, &cancel);
     }
 }
@@ -201,11 +218,16 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
     if (r == NULL) {
         bool left = on_left(t, slot, done);
         if (!left && done->status == PD_E_NOT_FOUND && !done->may_land)
-            say_unwritten(t, slot, &done->key);
+            say_unwritten(t, slot, done);
         return left;
     }
     if (r->pull.slot != slot || !r->pull.asked)
         return false;
+    uint64_t receiver = r->prefill == ROUTER_NO_WORKER
+                            ? 0
+                            : router_request_worker(t, r->prefill)->hello.incarnation;
+    if (!said_of(done, receiver))
+        return true;
     if (!r->pull.open || (done->status == PD_OK && done->again != r->pull.again.count))
         return true; /* said before it heard that it is to ship once more */
     r->pull.open = false;
@@ -243,11 +265,13 @@ void router_pull_on_refetch(router_requests *t, router_request *r, const pd_msg_
         end_pull(t, r, r->pull.open || r->pull.may_land, "blocks came wrong twice");
         return;
     }
-    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
-                          .ship_again = {.key = r->key,
-                                         .group = refetch->group,
-                                         .first_block = refetch->first_block,
-                                         .count = refetch->count}};
+    pd_message message = {
+        .kind = PD_MSG_SHIP_AGAIN,
+        .ship_again = {.key = r->key,
+                       .group = refetch->group,
+                       .first_block = refetch->first_block,
+                       .count = refetch->count,
+                       .receiver = router_request_worker(t, r->prefill)->hello.incarnation}};
     t->o.counters->refetches++;
     if (!router_request_send(t, r->pull.slot, &message)) {
         end_pull(t, r, r->pull.open || r->pull.may_land, "the source does not take messages");

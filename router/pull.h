@@ -16,7 +16,7 @@ void router_pull_choose(const router_requests *t, router_request *r);
 /* For its prefill request. */
 void router_pull_fill(router_requests *t, const router_request *r, pd_msg_prefill_request *m);
 /* Predicted and allowed time, 0 without a pull. */
-double router_pull_ms(const router_request *r);
+double router_pull_ms(const router_core_config *config, const router_request *r);
 void router_pull_on_started(router_requests *t, router_request *r,
                             const pd_msg_prefill_started *started);
 /* True: the message was about a pull of the request. */

@@ -266,9 +266,10 @@ void router_requests_on_prefill_started(router_requests *t, uint32_t slot,
     if (r == NULL || r->prefill != slot || !r->prefill_open)
         return;
     uint64_t due_ns =
-        now_ns + router_patience_behind_ns(
-                     t->o.config, router_patience_prefill_ns(t->o.config, router_pull_ms(r),
-                                                             r->terms.prefill_ms));
+        now_ns +
+        router_patience_behind_ns(
+            t->o.config, router_patience_prefill_ns(t->o.config, router_pull_ms(t->o.config, r),
+                                                    r->terms.prefill_ms));
     /* The queue is behind it; never sooner, since behind a pull a queue may be before it again. */
     if (r->state == ROUTER_REQUEST_PREFILLING && !r->started && due_ns > r->due_ns)
         router_request_set_due(t, r, due_ns);
@@ -600,11 +601,13 @@ static void ship_again(router_requests *t, router_request *r, const pd_msg_refet
                     refetch->first_block, refetch->count, r->key.epoch, r->again.count);
     if (!router_again_may(&r->again, refetch))
         return;
-    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
-                          .ship_again = {.key = r->key,
-                                         .group = refetch->group,
-                                         .first_block = refetch->first_block,
-                                         .count = refetch->count}};
+    pd_message message = {
+        .kind = PD_MSG_SHIP_AGAIN,
+        .ship_again = {.key = r->key,
+                       .group = refetch->group,
+                       .first_block = refetch->first_block,
+                       .count = refetch->count,
+                       .receiver = router_request_worker(t, r->decode)->hello.incarnation}};
     t->o.counters->refetches++;
     if (r->prefill == ROUTER_NO_WORKER || !router_request_send(t, r->prefill, &message)) {
         char why[ROUTER_MESSAGE_BYTES];

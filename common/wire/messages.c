@@ -533,6 +533,7 @@ static pd_status pack_ship_done(packing *pack, const pd_msg_ship_done *in)
     out->may_land = in->may_land;
     out->again = in->again;
     out->shipped_bytes = in->shipped_bytes;
+    out->receiver = in->receiver;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_SHIP_DONE;
     pack->envelope.ship_done = out;
     return PD_OK;
@@ -595,6 +596,7 @@ static pd_status pack_ship_again(packing *pack, const pd_msg_ship_again *in)
     out->group = in->group;
     out->first_block = in->first_block;
     out->count = in->count;
+    out->receiver = in->receiver;
     pack->envelope.body_case = KVW__ENVELOPE__BODY_SHIP_AGAIN;
     pack->envelope.ship_again = out;
     return PD_OK;

@@ -217,6 +217,7 @@ typedef struct pd_msg_ship_done {
     bool may_land;
     uint32_t again;
     uint64_t shipped_bytes;
+    uint64_t receiver; /* the incarnation that asked, of which alone this is said; 0: of any */
 } pd_msg_ship_done;
 
 typedef enum pd_audit_state {
@@ -409,6 +410,7 @@ typedef struct pd_msg_release {
 typedef struct pd_msg_ship_again {
     pd_request_key key;
     uint32_t group, first_block, count;
+    uint64_t receiver; /* the incarnation that waits for them; 0: not known */
 } pd_msg_ship_again;
 
 /* Write KV that this worker holds into another one's leased blocks. */

@@ -329,6 +329,7 @@ static void take_ship_done(unpacking *un, const Kvw__ShipDone *in, pd_msg_ship_d
     out->may_land = in->may_land;
     out->again = in->again;
     out->shipped_bytes = in->shipped_bytes;
+    out->receiver = in->receiver;
 }
 
 static void take_audit_reply(unpacking *un, const Kvw__AuditReply *in, pd_msg_audit_reply *out)
@@ -375,6 +376,7 @@ static void take_ship_again(unpacking *un, const Kvw__ShipAgain *in, pd_msg_ship
     out->group = in->group;
     out->first_block = in->first_block;
     out->count = in->count;
+    out->receiver = in->receiver;
     if (in->count == 0)
         refuse(un, "no blocks");
 }

@@ -1,5 +1,6 @@
 #include "common/worker/last_words.h"
 
+#include "common/base/hash.h"
 #include "common/base/log.h"
 #include "common/worker/key_table.h"
 
@@ -9,13 +10,41 @@ void pd_last_words_init(pd_last_words *words, const pd_role_options *options,
     *words = (pd_last_words){.options = options, .sink = sink, .links = links};
 }
 
+/* Its bits in forgotten_more: three, of 18 each. */
+enum { BITS = 3, BIT_WIDTH = 18 };
+_Static_assert(1 << BIT_WIDTH == PD_LAST_WORDS_FORGOTTEN_BITS, "a bit's number has that width");
+
+static uint32_t bit_of(uint64_t receiver, uint32_t i)
+{
+    return pd_mix64(receiver) >> (i * BIT_WIDTH) & (PD_LAST_WORDS_FORGOTTEN_BITS - 1);
+}
+
+static bool is_marked(const pd_last_words *words, uint64_t receiver)
+{
+    for (uint32_t i = 0; i < BITS; i++) {
+        uint32_t bit = bit_of(receiver, i);
+        if ((words->forgotten_more[bit / 64] >> (bit % 64) & 1) == 0)
+            return false;
+    }
+    return true;
+}
+
+static void mark(pd_last_words *words, uint64_t receiver)
+{
+    for (uint32_t i = 0; i < BITS; i++) {
+        uint32_t bit = bit_of(receiver, i);
+        words->forgotten_more[bit / 64] |= UINT64_C(1) << (bit % 64);
+    }
+    words->forgotten_any = true;
+}
+
 static bool is_forgotten(const pd_last_words *words, uint64_t receiver)
 {
     for (uint32_t i = 0; i < PD_LAST_WORDS_FORGOTTEN_MAX; i++) {
         if (words->forgotten[i] == receiver)
             return true;
     }
-    return words->forgotten_more;
+    return is_marked(words, receiver);
 }
 
 /* Its place is wanted. Nothing was written for an empty one: its receiver asks again. */
@@ -34,7 +63,7 @@ static void forget(pd_last_words *words, uint32_t at)
     if (i < PD_LAST_WORDS_FORGOTTEN_MAX)
         words->forgotten[i] = receiver;
     else
-        words->forgotten_more = true;
+        mark(words, receiver);
 }
 
 static bool any_forgotten(const pd_last_words *words)
@@ -43,7 +72,7 @@ static bool any_forgotten(const pd_last_words *words)
         if (words->forgotten[i] != 0)
             return true;
     }
-    return words->forgotten_more;
+    return words->forgotten_any;
 }
 
 void pd_last_words_dead(pd_last_words *words, uint64_t receiver)
@@ -66,13 +95,56 @@ void pd_last_words_dead(pd_last_words *words, uint64_t receiver)
     }
 }
 
+static bool has_link(const pd_last_words *words, uint64_t receiver)
+{
+    for (uint32_t i = 0; i < words->links->count; i++) {
+        const pd_link *link = &words->links->links[i];
+        if (link->state != PD_LINK_NONE && link->incarnation == receiver)
+            return true;
+    }
+    return false;
+}
+
+/* What is lost least when its place is given away, and then less and less gladly. */
+typedef enum place_rank {
+    PLACE_FREE,
+    PLACE_EMPTY,     /* on nothing: its receiver asks again */
+    PLACE_FORGOTTEN, /* of its receiver one was forgotten already */
+    PLACE_NO_LINK,   /* which the living mostly have */
+    PLACE_ANY,
+} place_rank;
+
+static bool is_of_rank(const pd_last_words *words, uint32_t at, place_rank rank)
+{
+    uint64_t receiver = words->owed[at].receiver;
+
+    switch (rank) {
+    case PLACE_FREE: return receiver == 0;
+    case PLACE_EMPTY: return words->owed[at].empty;
+    case PLACE_FORGOTTEN: return is_forgotten(words, receiver);
+    case PLACE_NO_LINK: return !has_link(words, receiver);
+    default: return true;
+    }
+}
+
+/* The oldest of those that are lost least. */
+static uint32_t place_for(const pd_last_words *words)
+{
+    for (place_rank rank = PLACE_FREE; rank < PLACE_ANY; rank++) {
+        for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+            uint32_t at = (words->owed_next + i) % PD_LAST_WORDS_OWED_MAX;
+            if (is_of_rank(words, at, rank))
+                return at;
+        }
+    }
+    return words->owed_next;
+}
+
 static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_key *key, bool never,
                      bool empty)
 {
-    uint32_t at = words->owed_next;
+    uint32_t at = place_for(words);
 
-    for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX && words->owed[at].receiver != 0; i++)
-        at = (at + 1) % PD_LAST_WORDS_OWED_MAX;
     if (words->owed[at].receiver != 0)
         forget(words, at);
     words->owed[at].receiver = receiver;

@@ -33,6 +33,7 @@ struct pd_source_ship {
     bool word_owed, released, may_land, unclosed;
     uint32_t posted, sent, again;
     uint64_t wire_ns, bytes, ended_ns;
+    uint64_t asked_by; /* of a question alone: who waits */
 };
 
 void pd_source_init(pd_source *source, const pd_source_options *options)
@@ -104,6 +105,7 @@ static void say_done(pd_source *source, const pd_source_ship *ship)
     done->may_land = ship->may_land || ship->posted > 0;
     done->again = ship->again;
     done->shipped_bytes = source->o.counters->bytes_shipped;
+    done->receiver = ship->asked_by;
     snprintf(done->reason, sizeof done->reason, "%s", ship->reason);
     source->o.sink->send(source->o.sink->ctx, ship->key.router, &message);
 }
@@ -127,13 +129,16 @@ void pd_source_refuse(pd_source *source, const pd_msg_ship_request *asked, pd_st
     say_done(source, &ship);
 }
 
-void pd_source_unknown(pd_source *source, const pd_request_key *key)
+void pd_source_unknown(pd_source *source, const pd_msg_ship_again *asked)
 {
-    pd_source_ship ship = {
-        .key = *key, .status = PD_E_NOT_FOUND, .reason = "nothing is held for it", .again = 1};
+    pd_source_ship ship = {.key = asked->key,
+                           .status = PD_E_NOT_FOUND,
+                           .reason = "nothing is held for it",
+                           .again = 1,
+                           .asked_by = asked->receiver};
 
-    ship.may_land = pd_last_words_say_again(source->o.words, key, 0);
-    pd_last_words_end(source->o.words, key);
+    ship.may_land = pd_last_words_say_again(source->o.words, &asked->key, asked->receiver);
+    pd_last_words_end(source->o.words, &asked->key);
     say_done(source, &ship);
 }
 
@@ -810,8 +815,9 @@ void pd_source_asked(pd_source *source, const pd_request_key *key, uint64_t rece
         return; /* it is on its way */
     pd_last_words_end(source->o.words, key);
     /* By any router: the request's own may be lost. */
-    pd_message message = {.kind = PD_MSG_SHIP_DONE,
-                          .ship_done = {.key = *key, .status = PD_E_NOT_FOUND, .again = 1}};
+    pd_message message = {
+        .kind = PD_MSG_SHIP_DONE,
+        .ship_done = {.key = *key, .status = PD_E_NOT_FOUND, .again = 1, .receiver = receiver}};
     snprintf(message.ship_done.reason, sizeof message.ship_done.reason, "nothing is held for it");
     for (uint32_t i = 0; i < PD_ROUTERS_MAX; i++) {
         const pd_router_seen *router = &routers->entries[i];

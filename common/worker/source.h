@@ -78,7 +78,7 @@ bool pd_source_again(pd_source *source, const pd_msg_ship_again *asked, uint64_t
 void pd_source_asked(pd_source *source, const pd_request_key *key, uint64_t receiver,
                      const pd_routers *routers, uint64_t now_ns);
 /* The answer when nobody knows the key: nothing is written. */
-void pd_source_unknown(pd_source *source, const pd_request_key *key);
+void pd_source_unknown(pd_source *source, const pd_msg_ship_again *asked);
 /* Ends the shipment of that key. True when there was one; *source_epoch_out: of the sequence that
  * has moved, 0 when it came from the cache. */
 bool pd_source_release(pd_source *source, const pd_request_key *key, uint32_t *source_epoch_out);

@@ -127,15 +127,20 @@ static void print_each(uint64_t seed, const sim_result *result)
            result->virtual_s, result->journal);
 }
 
+/* result: NULL when the run did not get to its end. */
 static bool print_failure(sim_shared *shared, const sim_options *options, uint64_t seed,
-                          const char *why)
+                          const char *why, const sim_result *result)
 {
+    char journal[40] = "";
+
     if (options->fail_fast)
         atomic_store(&shared->stop, true);
+    if (result != NULL) /* by it a repetition is known to be one */
+        snprintf(journal, sizeof journal, "; journal %016" PRIx64, result->journal);
     if (atomic_fetch_add(&shared->shown, 1) < FAILURES_SHOWN)
-        printf("seed %" PRIu64 ": FAILED: %s\nto repeat it: simulate --seed %" PRIu64
+        printf("seed %" PRIu64 ": FAILED: %s%s\nto repeat it: simulate --seed %" PRIu64
                " --faults %s --links %s --log debug\n",
-               seed, why, seed, options->faults_text,
+               seed, why, journal, seed, options->faults_text,
                options->links_text == NULL ? "seed" : options->links_text);
     fflush(stdout);
     return false;
@@ -160,16 +165,16 @@ static bool run_seed(sim_shared *shared, const sim_options *options, uint64_t se
     if (status == PD_OK && options->twice)
         status = sim_world_run(&plan, &again);
     if (status != PD_OK)
-        return print_failure(shared, options, seed, pd_status_name(status));
+        return print_failure(shared, options, seed, pd_status_name(status), NULL);
     add(job, &result);
     if (options->each)
         print_each(seed, &result);
     if (options->each && options->twice)
         print_each(seed, &again);
     if (!result.good)
-        return print_failure(shared, options, seed, result.fault);
+        return print_failure(shared, options, seed, result.fault, &result);
     if (options->twice && again.journal != result.journal)
-        return print_failure(shared, options, seed, "the two journals differ");
+        return print_failure(shared, options, seed, "the two journals differ", NULL);
     return true;
 }
 
@@ -231,7 +236,7 @@ static bool run_jobs(sim_shared *shared, const sim_options *options)
         snprintf(why, sizeof(why), "the process died (%s %d): a broken assertion, or worse",
                  WIFSIGNALED(status) ? "signal" : "status",
                  WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
-        print_failure(shared, options, seed - 1, why);
+        print_failure(shared, options, seed - 1, why, NULL);
         job->failed++;
         pids[at] = start_job(shared, options, job);
         good = good && pids[at] > 0;

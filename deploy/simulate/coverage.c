@@ -53,6 +53,8 @@ void sim_coverage_add(sim_coverage *sum, const sim_coverage *run)
     sum->pulls_failed += run->pulls_failed;
     sum->suspects += run->suspects;
     sum->innocents += run->innocents;
+    sum->harmless += run->harmless;
+    sum->silent += run->silent;
     sum->killers += run->killers;
     sum->thirds += run->thirds;
     sum->no_budget += run->no_budget;
@@ -121,16 +123,18 @@ void sim_coverage_print(const sim_coverage *coverage, FILE *out)
     fprintf(out,
             "; resumed %" PRIu64 " moves %" PRIu64 " (failed %" PRIu64 ") gave way %" PRIu64
             " pulls %" PRIu64 " (failed %" PRIu64 ") suspects %" PRIu64 " (innocent %" PRIu64
-            "; third workers %" PRIu64 " of %" PRIu64 " killers) no budget %" PRIu64
-            " fetched again %" PRIu64 " (wrong again %" PRIu64 ")"
+            "; harmless %" PRIu64 ", at silent workers %" PRIu64 "; third workers %" PRIu64
+            " of %" PRIu64 " killers) no budget %" PRIu64 " fetched again %" PRIu64
+            " (wrong again %" PRIu64 ")"
             "; sent as messages %" PRIu64 " (landed after their link's end %" PRIu64
             ", dropped behind a newer one's %" PRIu64 "); attempts of one request: at most %" PRIu64
             "\n",
             coverage->resumed, coverage->moves, coverage->moves_failed, coverage->gave_way,
             coverage->pulls, coverage->pulls_failed, coverage->suspects, coverage->innocents,
-            coverage->thirds, coverage->killers, coverage->no_budget, coverage->refetches,
-            coverage->seal_failures, coverage->messages_sent, coverage->messages_left,
-            coverage->messages_old, coverage->attempts_max);
+            coverage->harmless, coverage->silent, coverage->thirds, coverage->killers,
+            coverage->no_budget, coverage->refetches, coverage->seal_failures,
+            coverage->messages_sent, coverage->messages_left, coverage->messages_old,
+            coverage->attempts_max);
 }
 
 uint32_t sim_coverage_holes(const sim_coverage *coverage, FILE *out)

@@ -47,6 +47,8 @@ typedef struct sim_coverage {
     uint64_t retries[ROUTER_RETRY_REASONS];
     uint64_t resumed, moves, moves_failed, gave_way, pulls, pulls_failed, suspects, no_budget;
     uint64_t innocents; /* of the suspects: blamed for two deaths that another one caused */
+    uint64_t harmless;  /* ended as suspects that kill nobody, the innocent among them */
+    uint64_t silent;    /* of these: a worker said to have died had only been silent for too long */
     uint64_t killers;   /* requests that brought down a worker */
     uint64_t thirds;    /* and more than two */
     uint64_t refetches, seal_failures;

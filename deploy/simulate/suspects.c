@@ -98,6 +98,24 @@ static const sim_request *killer_of(sim_world *world, const sim_request *request
     return known && killer->router_incarnation == request->router_incarnation ? killer : NULL;
 }
 
+/* Of the two that are said to have died one has not: it stood still, or was cut off, for so long
+ * that it was taken for dead. */
+static bool was_silent(const sim_world *world, const sim_request *request,
+                       char names[2][PD_NAME_BYTES])
+{
+    uint32_t died[2] = {0, 0};
+
+    for (uint32_t i = 0; i < SIM_GIVEN_MAX; i++) {
+        const sim_given *given = &request->given[i];
+        const char *name = world->workers[given->worker].name;
+        if (given->incarnation == 0 || given->killer == 0)
+            continue;
+        died[0] += strcmp(name, names[0]) == 0;
+        died[1] += strcmp(name, names[1]) == 0;
+    }
+    return strcmp(names[0], names[1]) == 0 ? died[0] < 2 : died[0] == 0 || died[1] == 0;
+}
+
 void sim_suspects_judge(sim_world *world, const sim_request *request, const char *message)
 {
     char names[2][PD_NAME_BYTES] = {"", ""};
@@ -123,6 +141,10 @@ void sim_suspects_judge(sim_world *world, const sim_request *request, const char
                    processes, message);
     else if (request->poison == SIM_POISON_NONE && alike)
         world->coverage.innocents++; /* how many there may be the tests say */
+    if (processes >= 2 && request->poison == SIM_POISON_NONE) {
+        world->coverage.harmless++;
+        world->coverage.silent += was_silent(world, request, names);
+    }
 }
 
 void sim_suspects_see_reply(sim_router *router, const pd_message *message, uint64_t from)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import time
 
@@ -29,6 +30,11 @@ def simulate(*arguments, **options):
 def told(out):
     """What a failed run says: its seeds and why, not the hundreds that went well."""
     return "\n".join(line for line in out.splitlines() if "FAILED" in line or "repeat" in line or "never" in line) or out[-2000:]
+
+
+def failures(out):
+    """(seed, why and, of a run that came to its end, with which journal; the command that repeats it) of each failed run."""
+    return re.findall(r"^seed (\d+): FAILED: (.*)\nto repeat it: (.*)$", out, re.M)
 
 
 @pytest.mark.timeout(2400)
@@ -77,7 +83,7 @@ def test_suspects_are_seldom_innocent():
     runs = max(RUNS // 20, 40)
     status, out, _ = simulate("--seed", FIRST, "--runs", runs, "--faults", "poison", "--jobs", JOBS)
     assert status == 0, told(out)
-    counts = re.search(r"suspects (\d+) \(innocent (\d+); third workers (\d+) of (\d+) killers\)", out)
+    counts = re.search(r"suspects (\d+) \(innocent (\d+); harmless \d+, at silent workers \d+; third workers (\d+) of (\d+) killers\)", out)
     suspects, innocent, thirds, killers = map(int, counts.groups())
     assert suspects >= runs and innocent * 1000 <= suspects, told(out)
     # that many killers at a time meet at workers: where two do, their deaths cannot be told apart
@@ -120,7 +126,29 @@ PLANTS = [
 def test_a_planted_fault_is_found(plant, faults, runs):
     status, out, err = run(PLANTED, "--plant", plant, "--seed", FIRST, "--runs", runs, "--faults", faults, "--fail-fast", "--jobs", JOBS)
     assert status == 1, f"{plant} was not found in {runs} runs\n{out[-1500:]}\n{err[-500:]}"
-    assert "FAILED" in out
+    assert failures(out), out[-1500:]
+    check_repeats(plant, failures(out)[0])
+
+
+def check_repeats(plant, failure):
+    """What a failed run says repeats it: it fails in the same way, after the same history."""
+    seed, why, command = failure
+    program, *arguments = shlex.split(command)
+    assert program == "simulate"
+    assert "; journal " in why or "the process died" in why, why
+    for _ in range(2):
+        status, out, err = run(PLANTED, "--plant", plant, *arguments)
+        assert status == 1, f"{plant}: {command} does not fail again\n{out[-1500:]}\n{err[-1500:]}"
+        assert failures(out) == [failure], f"{seed}: {why}\n{told(out)}"
+
+
+@pytest.mark.parametrize("links", ["memory", "messages"])
+def test_a_failure_among_links_of_one_kind_repeats_too(links):
+    """Whatever the run was told, the printed command says it."""
+    status, out, _ = run(PLANTED, "--plant", "blocks-kept", "--seed", FIRST, "--runs", 40, "--faults", "crash,cut,hang-up", "--links", links, "--jobs", JOBS)
+    assert status == 1 and len(failures(out)) > 1, out[-1500:]
+    for failure in failures(out)[:3]:
+        check_repeats("blocks-kept", failure)
 
 
 @pytest.mark.parametrize("faults", ["all", "none"])

@@ -81,6 +81,7 @@ static void a_model_is_all_that_is_needed(void **state)
     assert_true(d.kv.prefix_cache);
     assert_string_equal(d.transfer.backend, "ucx");
     assert_string_equal(d.transfer.device, "auto");
+    assert_true(d.transfer.seals); /* blocks are checked unless somebody says otherwise */
     assert_int_equal(d.heartbeat.interval_ns, 200000000);
     pd_deployment_fini(&d);
     bad("", "f.yaml:1:1: model.path: is required: the model's GGUF file\n");

@@ -128,6 +128,10 @@ static void say(fake *f, uint32_t worker, const pd_message *message)
 static bool sink_send(void *ctx, const char *to, const pd_message *message)
 {
     fake *f = ctx;
+    if (f->refuse[message->kind] > 0) {
+        f->refuse[message->kind]--;
+        return false;
+    }
     f->sent[message->kind]++;
     if (lost(f, message))
         return true;

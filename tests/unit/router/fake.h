@@ -110,7 +110,8 @@ typedef struct fake {
     uint32_t loss, duplicates, disorder;     /* of messages about requests */
     bool repeated;                           /* some message came twice */
     uint32_t delay_max_us;
-    uint32_t lose[PD_MESSAGE_KINDS]; /* how many of the next ones never arrive */
+    uint32_t lose[PD_MESSAGE_KINDS];   /* how many of the next ones never arrive */
+    uint32_t refuse[PD_MESSAGE_KINDS]; /* how many of the router's next ones are not even taken */
     uint32_t sent[PD_MESSAGE_KINDS];
 } fake;
 

@@ -323,6 +323,7 @@ static void a_decode_workers_last_word_is_asked_for_and_passed_on(void **state)
         f->workers[2].waits_for = f->workers[1].incarnation;
         wait_ms(w, 4500);
         assert_int_equal(f->sent[PD_MSG_SHIP_AGAIN], 1);
+        assert_true(f->workers[1].last_again.receiver == f->workers[2].incarnation);
         assert_int_equal(f->workers[0].cancels, router == 0x77);
         assert_int_equal(f->workers[2].cancels, 0);
         pd_message done = {

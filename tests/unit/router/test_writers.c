@@ -263,6 +263,97 @@ static void only_the_sources_own_word_ends_what_was_pulled_for_a_request_that_le
     world_free(w);
 }
 
+/* It was another worker that asked, and of that one alone it is said that nothing may land. */
+static void what_is_said_of_another_one_ends_no_pull(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = pulling(119, &a);
+    fake_worker *prefill = &w->fake.workers[0];
+    pd_message done = {.kind = PD_MSG_SHIP_DONE,
+                       .ship_done = {.key = prefill->last_prefill.key,
+                                     .status = PD_E_NOT_FOUND,
+                                     .again = 1,
+                                     .receiver = w->fake.workers[2].incarnation}};
+    say(w, 1, &done);
+    assert_int_equal(w->fake.sent[PD_MSG_PULL_END], 0);
+    leave(w, a);
+    w->fake.workers[1].prefills = 0;
+    wait_ms(w, 5);
+    prefill->quarantined = prefill->last_prefill.key;
+    say(w, 1, &done); /* to the request that has left */
+    wait_ms(w, 5);
+    assert_int_not_equal(prefill->quarantined.number, 0);
+    done.ship_done.key.number += 100; /* of which this router knows nothing */
+    prefill->quarantined = done.ship_done.key;
+    uint32_t cancels = w->fake.workers[2].cancels;
+    say(w, 1, &done);
+    wait_ms(w, 5);
+    assert_int_not_equal(prefill->quarantined.number, 0);
+    assert_int_equal(w->fake.workers[2].cancels, cancels + 1);
+    done.ship_done.receiver = prefill->incarnation;
+    say(w, 1, &done);
+    wait_ms(w, 5);
+    assert_int_equal(prefill->quarantined.number, 0);
+    done.ship_done.key.number -= 100;
+    prefill->quarantined = done.ship_done.key;
+    say(w, 1, &done);
+    wait_ms(w, 5);
+    assert_int_equal(prefill->quarantined.number, 0);
+    world_free(w);
+}
+
+/* A sender that has forgotten words to others answers as to that one. */
+static void who_waits_is_named_when_blocks_are_asked_for_again(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = pulling(120, &a);
+    fake_worker *workers = w->fake.workers;
+    pd_message again = {.kind = PD_MSG_REFETCH,
+                        .refetch = {.key = workers[0].last_prefill.key, .count = 1}};
+    say(w, 0, &again);
+    wait_ms(w, 2);
+    assert_true(workers[1].last_again.receiver == workers[0].incarnation);
+    world_free(w);
+
+    w = one_to_one(121);
+    workers = w->fake.workers;
+    ask(w, 40, 20);
+    until_sent(w, PD_MSG_TARGETS);
+    again.refetch.key = workers[0].last_prefill.key;
+    say(w, 1, &again);
+    wait_ms(w, 2);
+    assert_true(workers[0].last_again.receiver == workers[1].incarnation);
+    world_free(w);
+
+    moving m = suspended(122, 0);
+    workers = m.w->fake.workers;
+    until_sent(m.w, PD_MSG_SHIP_REQUEST);
+    refetch(&m);
+    wait_ms(m.w, 2);
+    assert_true(workers[m.from].last_again.receiver == workers[m.to].incarnation);
+    world_free(m.w);
+}
+
+/* What the holder says to another one that asked is no word on what moves. */
+static void what_is_said_of_another_one_ends_no_move(void **state)
+{
+    (void)state;
+    for (int own = 0; own < 2; own++) {
+        moving m = suspended(123, 0);
+        fake_worker *workers = m.w->fake.workers;
+        until_sent(m.w, PD_MSG_SHIP_REQUEST);
+        const pd_message done = {.kind = PD_MSG_SHIP_DONE,
+                                 .ship_done = {.key = m.key,
+                                               .status = PD_E_NOT_FOUND,
+                                               .receiver = workers[own ? m.to : 0].incarnation}};
+        say(m.w, m.from, &done);
+        assert_int_equal(counters_of(m.w).moves_failed, own);
+        world_free(m.w);
+    }
+}
+
 /* It would be written to where nothing was leased for it. */
 static void a_source_is_asked_for_no_more_blocks_than_were_offered(void **state)
 {
@@ -286,6 +377,51 @@ static void a_source_is_asked_for_no_more_blocks_than_were_offered(void **state)
     assert_int_equal(w->fake.sent[PD_MSG_PULL_END], 1);
     leave(w, a);
     world_free(w);
+}
+
+/* Its queue is full. Nobody else ends the prompt's waiting, but its patience. */
+static void a_source_that_takes_no_question_ends_the_pull(void **state)
+{
+    (void)state;
+    world *w = one_to_one(117);
+    store_prompt(w, 1, 1, 20);
+    w->fake.refuse[PD_MSG_SHIP_REQUEST] = 1;
+    answer *a = ask(w, 320, 20);
+    until_sent(w, PD_MSG_PULL_END);
+    wait_ms(w, 2);
+    const fake_worker *prefill = &w->fake.workers[0];
+    assert_int_equal(w->fake.sent[PD_MSG_SHIP_REQUEST], 0);
+    assert_int_equal(prefill->pull_ends, 1);
+    assert_false(prefill->last_pull_end.may_land); /* nobody was asked */
+    assert_int_equal(counters_of(w).pulls, 0);
+    wait_ms(w, 500);
+    assert_whole(w, a);
+    world_free(w);
+}
+
+/* What it was asked for at first may still be on its way. */
+static void a_source_that_takes_no_second_question_ends_the_pull(void **state)
+{
+    (void)state;
+    for (int which = 0; which < 3; which++) {
+        answer *a;
+        world *w = pulling(118, &a);
+        fake_worker *prefill = &w->fake.workers[0];
+        const pd_message message = {.kind = PD_MSG_REFETCH,
+                                    .refetch = {.key = prefill->last_prefill.key, .count = 1}};
+
+        if (which > 0)
+            pull_done(w, 1, PD_OK, which == 1, 0);
+        w->fake.refuse[PD_MSG_SHIP_AGAIN] = 1;
+        say(w, 0, &message);
+        wait_ms(w, 5);
+        assert_int_equal(w->fake.sent[PD_MSG_SHIP_AGAIN], 0);
+        assert_int_equal(prefill->pull_ends, 1);
+        assert_int_equal(prefill->last_pull_end.may_land, which < 2);
+        wait_ms(w, 1000);
+        assert_whole(w, a);
+        world_free(w);
+    }
 }
 
 /* ---- prompts ---- */
@@ -393,7 +529,12 @@ int main(void)
         cmocka_unit_test(a_prompt_whose_source_fails_hears_whether_its_bytes_may_land),
         cmocka_unit_test(a_cancel_while_it_pulls_waits_for_the_sources_last_word),
         cmocka_unit_test(only_the_sources_own_word_ends_what_was_pulled_for_a_request_that_left),
+        cmocka_unit_test(what_is_said_of_another_one_ends_no_pull),
+        cmocka_unit_test(what_is_said_of_another_one_ends_no_move),
+        cmocka_unit_test(who_waits_is_named_when_blocks_are_asked_for_again),
         cmocka_unit_test(a_source_is_asked_for_no_more_blocks_than_were_offered),
+        cmocka_unit_test(a_source_that_takes_no_question_ends_the_pull),
+        cmocka_unit_test(a_source_that_takes_no_second_question_ends_the_pull),
         cmocka_unit_test(targets_are_passed_on_only_of_a_lease_that_fits),
         cmocka_unit_test(a_cancel_while_its_blocks_are_shipped_waits_for_the_last_word),
         cmocka_unit_test(copies_are_held_for_as_long_as_the_request_may_take),

@@ -291,6 +291,42 @@ static void a_fenced_sender_changes_no_byte_any_more(void **state)
     pd_transfer_destroy(transfer);
 }
 
+/* Takes events for so long; how many of them were notices. */
+static uint32_t notices_within(pd_transfer *transfer, uint64_t ms)
+{
+    uint64_t end_ns = pd_clock_now_ns() + ms * PD_NS_PER_MS;
+    uint32_t count = 0;
+
+    while (pd_clock_now_ns() < end_ns)
+        count += next_event(transfer, 10) && event.kind == PD_TRANSFER_NOTICE;
+    return count;
+}
+
+/* Its blocks are somebody else's from then on: who believed that they are there would read what
+ * another has written. It lives, and says so all the time; another one is heard all the same. */
+static void a_fenced_sender_is_heard_no_more(void **state)
+{
+    pd_transfer *transfer = sender_create(transport_of(state), 0);
+    size_t bytes;
+    const void *address = pd_transfer_address(transfer, &bytes);
+    receiver fenced = process_start("sender", transport_of(state));
+
+    assert_int_equal(write(fenced.out, address, bytes), bytes);
+    for (int n = 0; n < 20; n++)
+        expect(transfer, PD_TRANSFER_NOTICE, PD_OK);
+    fence_all(transfer, &fenced, 1);
+    assert_int_equal(notices_within(transfer, 300), 0);
+    receiver other = process_start("sender", transport_of(state));
+    assert_int_equal(write(other.out, address, bytes), bytes);
+    expect(transfer, PD_TRANSFER_NOTICE, PD_OK);
+    receiver_kill(&other);
+    notices_within(transfer, 300); /* what the other one has left */
+    assert_int_equal(notices_within(transfer, 100), 0);
+    receiver_kill(&fenced);
+    assert_int_equal(notices_within(transfer, 100), 0);
+    pd_transfer_destroy(transfer);
+}
+
 static void connecting_to_a_dead_peer_fails_in_time(void **state)
 {
     pd_transfer *transfer = sender_create(transport_of(state), 1500);
@@ -575,6 +611,7 @@ static int gpu_main(void)
         GPU(a_killed_peer_is_noticed_and_its_successor_works),
         GPU(a_receiver_outlives_its_senders),
         GPU(a_fenced_sender_changes_no_byte_any_more),
+        GPU(a_fenced_sender_is_heard_no_more),
         GPU(connecting_to_a_dead_peer_fails_in_time),
         GPU(closing_fails_everything_under_way_at_once),
         GPU(a_peer_that_hangs_is_given_up_in_time),
@@ -609,6 +646,7 @@ int main(int argc, char **argv)
         ALL(no_death_of_a_sender_hurts_its_receiver),
         {"a_fenced_sender_changes_no_byte_any_more/tcp", a_fenced_sender_changes_no_byte_any_more,
          NULL, NULL, "tcp"},
+        ALL(a_fenced_sender_is_heard_no_more),
         ALL(connecting_to_a_dead_peer_fails_in_time),
         ALL(closing_fails_everything_under_way_at_once),
         {"a_peer_that_hangs_is_given_up_in_time/tcp", a_peer_that_hangs_is_given_up_in_time, NULL,

@@ -63,6 +63,7 @@ static void fill_moves(pd_message *m)
         break;
     case PD_MSG_SHIP_DONE:
         m->ship_done = (pd_msg_ship_done){.key = KEY,
+                                          .receiver = 1ull << 61,
                                           .status = PD_E_PEER,
                                           .ship_ms = 2,
                                           .ship_bytes = 1ull << 40,
@@ -87,7 +88,8 @@ static void fill_moves(pd_message *m)
         break;
     case PD_MSG_RELEASE: m->release.key = KEY; break;
     case PD_MSG_SHIP_AGAIN:
-        m->ship_again = (pd_msg_ship_again){.key = KEY, .group = 1, .first_block = 2, .count = 3};
+        m->ship_again = (pd_msg_ship_again){
+            .key = KEY, .group = 1, .first_block = 2, .count = 3, .receiver = 1ull << 60};
         break;
     case PD_MSG_SHIP_REQUEST:
         m->ship_request = (pd_msg_ship_request){.key = KEY,

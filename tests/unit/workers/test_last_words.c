@@ -273,9 +273,84 @@ static void what_was_forgotten_is_not_taken_for_ended(void **state)
     teardown(b);
 }
 
+static void owe_three(bench *b, uint64_t receiver)
+{
+    for (uint64_t i = 0; i < 3; i++) {
+        pd_request_key key = key_of(10 * receiver + i);
+        pd_last_words_owe(&b->words, receiver, &key, false);
+    }
+}
+
+/* Who died on another host is not known to have ended: words to it are owed for ever. However many
+ * they are, the living hear what is so, and none of the dead is ever denied what may land there. */
+static void the_dead_elsewhere_make_nobody_mute(void **state)
+{
+    (void)state;
+    enum { DEAD = 1200, FIRST = 1000000 };
+    bench *b = setup();
+    pd_request_key whole = {.router = ROUTER, .epoch = 1}, unknown = key_of(7);
+    uint32_t muted = 0, wrong = 0;
+
+    for (uint64_t i = 0; i < DEAD; i++)
+        owe_three(b, FIRST + i);
+    const pd_link *link = link_up(b, RECEIVER);
+    pd_last_words_abort(&b->words, link, &whole); /* "of a lost router I write nothing" */
+    assert_int_equal(b->said, 1);
+    assert_false(pd_last_words_owes(&b->words, &unknown, RECEIVER));
+    assert_true(pd_last_words_owes(&b->words, &unknown, 0)); /* it may be any of the dead */
+    for (uint64_t i = 0; i < DEAD; i++) {
+        for (uint64_t k = 0; k < 3; k++) { /* by its word, where that has a place still */
+            pd_request_key key = key_of(10 * (FIRST + i) + k);
+            assert_true(pd_last_words_owes(&b->words, &key, FIRST + i));
+        }
+        muted += pd_last_words_owes(&b->words, &unknown, FIRST + i);
+    }
+    assert_in_range(muted, DEAD - PD_LAST_WORDS_OWED_MAX / 3 - 1, DEAD);
+    for (uint64_t i = 0; i < 20000; i++)
+        wrong += pd_last_words_owes(&b->words, &unknown, 2 * FIRST + i);
+    assert_in_range(wrong, 0, 20);           /* of the living, one in a thousand at most */
+    const pd_link *back = link_up(b, FIRST); /* it had only stood still */
+    pd_last_words_abort(&b->words, back, &whole);
+    assert_int_equal(b->said, 1);
+    teardown(b);
+}
+
+/* Whose link is there, or is being made, keeps its word; those on nothing go first. */
+static void the_dead_take_no_place_of_the_living(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key mine = key_of(1), nothing = key_of(2), another = key_of(3), unknown = key_of(7);
+    pd_link *link = link_up(b, RECEIVER);
+
+    link->state = PD_LINK_CONNECTING;
+    pd_last_words_owe(&b->words, RECEIVER, &mine, false); /* the oldest of all */
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX - 2; i++) {
+        pd_request_key key = key_of(100 + i);
+        pd_last_words_owe(&b->words, 5000, &key, false);
+    }
+    pd_last_words_owe(&b->words, 5001, &nothing, true);
+    pd_last_words_owe(&b->words, 5002, &another, false);
+    assert_false(pd_last_words_owes(&b->words, &unknown, 0)); /* that on nothing made room */
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX - 2; i++) {
+        pd_request_key key = key_of(10000 + i);
+        pd_last_words_owe(&b->words, 5003, &key, false);
+    }
+    assert_true(pd_last_words_owes(&b->words, &unknown, 5000));
+    for (uint64_t receiver = 5002; receiver <= 5003; receiver++)
+        assert_false(pd_last_words_owes(&b->words, &unknown, receiver));
+    assert_false(pd_last_words_owes(&b->words, &unknown, RECEIVER));
+    link->state = PD_LINK_UP;
+    pd_last_words_pay(&b->words, link);
+    assert_true(b->said == 1 && b->last.key.number == 1);
+    teardown(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_dead_elsewhere_make_nobody_mute),
+        cmocka_unit_test(the_dead_take_no_place_of_the_living),
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
         cmocka_unit_test(a_word_on_nothing_is_owed_and_nothing_may_land),
         cmocka_unit_test(a_word_that_was_said_is_said_again_when_somebody_asks),

@@ -2,6 +2,7 @@
 #include "tests/unit/workers/world.h"
 
 #include "common/base/log.h"
+#include "decode-worker/core.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -538,6 +539,53 @@ static void a_foreign_key_is_not_believed(void **state)
     done(w);
 }
 
+/* Of one receiver a word was forgotten: to it nothing may be denied. Another one's question is
+ * answered all the same: from the data plane it is known whose it is. */
+static void who_asks_is_told_apart_from_whom_a_word_was_forgotten_of(void **state)
+{
+    (void)state;
+    enum { MUTED = 500, ASKS = 600 };
+    world *w = world_create(&(world_setup){.seed = 1});
+    pd_role_core *core = w->decode.core;
+
+    for (uint64_t i = 0; i <= PD_LAST_WORDS_OWED_MAX; i++)
+        pd_last_words_owe(&core->words, MUTED, &(pd_request_key){WORLD_ROUTER, 1000 + i, 1}, false);
+    pd_notice ask = {.kind = PD_NOTICE_ASK,
+                     .key = {WORLD_ROUTER, 7, 1},
+                     .sender = MUTED,
+                     .receiver = w->decode.options.incarnation};
+    w->letters_count = 0;
+    to_decode(w, &ask);
+    assert_int_equal(w->letters_count, 0);
+    ask.sender = ASKS;
+    ask.key.number++;
+    to_decode(w, &ask);
+    assert_int_equal(w->letters_count, 1);
+    const pd_message *answer = &w->letters[0].message;
+    assert_int_equal(answer->kind, PD_MSG_SHIP_DONE);
+    assert_int_equal(answer->ship_done.status, PD_E_NOT_FOUND);
+    assert_true(answer->ship_done.key.number == 8 && !answer->ship_done.may_land);
+    for (int lost = 0; lost < 2; lost++) { /* the same by way of a router, its own or another */
+        for (uint64_t who = MUTED; who <= ASKS; who += ASKS - MUTED) {
+            pd_message again = {.kind = PD_MSG_SHIP_AGAIN,
+                                .ship_again = {.key = {WORLD_ROUTER + 9 * (uint64_t)lost, 9, 1},
+                                               .group = UINT32_MAX,
+                                               .count = 1,
+                                               .receiver = who}};
+            w->letters_count = 0;
+            world_to(w, &w->decode, &again);
+            assert_int_equal(w->letters_count, lost && who == MUTED ? 0 : 1);
+            if (w->letters_count == 0)
+                continue;
+            assert_int_equal(answer->kind, PD_MSG_SHIP_DONE);
+            assert_int_equal(answer->ship_done.may_land, who == MUTED);
+            assert_int_equal(answer->ship_done.receiver, who);
+        }
+    }
+    w->letters_count = 0;
+    world_destroy(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -558,6 +606,7 @@ int main(void)
         cmocka_unit_test(blocks_that_never_come_fail_the_request),
         cmocka_unit_test(a_pin_for_a_pull_leaves_promised_room),
         cmocka_unit_test(a_foreign_key_is_not_believed),
+        cmocka_unit_test(who_asks_is_told_apart_from_whom_a_word_was_forgotten_of),
     };
 
     pd_log_init("test", PD_LOG_ERROR);

@@ -1,9 +1,10 @@
 /* What a prefill worker does when things around it fail. */
-#include "tests/unit/workers/world.h"
+#include "tests/unit/workers/world_router.h"
 
 #include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/worker/key_table.h"
+#include "prefill-worker/core.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -499,6 +500,126 @@ static uint32_t deliver_and_count(world *w, pd_notice_kind kind, pd_notice *last
     return count;
 }
 
+/* Of receivers that died elsewhere words were forgotten; another one's question is answered. */
+static void who_asks_is_told_apart_from_the_dead(void **state)
+{
+    (void)state;
+    enum { DEAD = 500 };
+    world *w = world_create(&(world_setup){.seed = 1});
+    pd_role_core *core = w->prefill.core;
+    pd_message message = {.kind = PD_MSG_SHIP_AGAIN,
+                          .ship_again = {.key = {WORLD_ROUTER, 7, 1}, .count = 1}};
+
+    for (uint64_t i = 0; i <= PD_LAST_WORDS_OWED_MAX; i++)
+        pd_last_words_owe(&core->words, DEAD, &(pd_request_key){WORLD_ROUTER, 1000 + i, 1}, false);
+    for (int who = 0; who < 3; who++) {
+        const uint64_t receivers[] = {w->decode.options.incarnation, DEAD, 0};
+        message.ship_again.receiver = receivers[who];
+        world_to(w, &w->prefill, &message);
+        assert_int_equal(last_done(w)->status, PD_E_NOT_FOUND);
+        assert_int_equal(last_done(w)->may_land, who > 0);
+    }
+    w->letters_count = 0;
+    world_destroy(w);
+}
+
+/* A link that is being closed, as the engine tells it: first all that was under way has failed. */
+static void fail_all_under_way(world *w)
+{
+    static pd_transfer_event event;
+
+    while (w->wire_count > 0) {
+        world_packet packet = w->wire[--w->wire_count];
+        if (!packet.last)
+            continue;
+        w->under_way--;
+        event = (pd_transfer_event){.kind = PD_TRANSFER_SENT,
+                                    .peer = packet.peer,
+                                    .ticket = packet.ticket,
+                                    .tag = w->link_tag,
+                                    .status = PD_E_CANCELLED};
+        w->prefill.ops->on_transfer(w->prefill.core, &event, w->now_ns);
+    }
+}
+
+/* How many aborts a new link to the decode worker says. */
+static uint32_t words_of_the_next_link(world *w)
+{
+    pd_notice notice;
+
+    world_say_peer_up(w);
+    world_tick(w, 10);
+    assert_true(world_deliver(w)); /* connected */
+    assert_true(w->link_up);
+    uint32_t count = deliver_and_count(w, PD_NOTICE_ABORT, &notice);
+    w->letters_count = 0;
+    return count;
+}
+
+/* Cancelled first, and then its link is closed: until that is done its blocks may be written, and
+ * if it cannot be done, for ever; no later link's word may end that. */
+static void a_cancelled_shipment_waits_for_its_closing_link(void **state)
+{
+    (void)state;
+    for (int abandoned = 0; abandoned < 2; abandoned++) {
+        world *w = world_create(&(world_setup){.seed = 1});
+        static pd_transfer_event closed;
+        direct d;
+
+        make_direct(w, &d, 40, 5);
+        send_direct(w, &d);
+        assert_true(world_end_step(w, &w->prefill));
+        world_cancel(w, &w->requests[0]);
+        world_tick(w, 500);
+        world_tick(w, 600); /* it is stuck */
+        assert_true(w->link_closing && w->wire_count > 0);
+        fail_all_under_way(w);
+        read_letters(w);
+        assert_false(w->requests[0].prefill_ended);
+        assert_true(w->prefill.ops->ledger(w->prefill.core).running > 0);
+        closed = (pd_transfer_event){.kind = PD_TRANSFER_CLOSED,
+                                     .peer = 3,
+                                     .tag = w->link_tag,
+                                     .status = abandoned ? PD_E_TIMEOUT : PD_OK};
+        w->link_closing = false;
+        w->link_tag = 0;
+        w->prefill.ops->on_transfer(w->prefill.core, &closed, w->now_ns);
+        read_letters(w);
+        assert_true(w->requests[0].prefill_ended && w->last_done.may_land);
+        world_check_nothing_held(w);
+        assert_int_equal(words_of_the_next_link(w), !abandoned);
+        world_destroy(w);
+    }
+}
+
+/* Its link is lost before anything leaves: nobody is told to wait for what cannot come. */
+static void a_link_lost_before_the_first_block_leaves_nothing_to_land(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1});
+    static pd_transfer_event event;
+    direct d;
+
+    make_direct(w, &d, 40, 5);
+    send_direct(w, &d);
+    event = (pd_transfer_event){.kind = PD_TRANSFER_PEER_DOWN, .peer = 3, .tag = w->link_tag};
+    w->prefill.ops->on_transfer(w->prefill.core, &event, w->now_ns);
+    assert_true(w->link_closing);
+    while (w->prefill.running != NULL)
+        world_end_step(w, &w->prefill);
+    assert_int_equal(w->wire_count, 0);
+    assert_false(last_done(w)->may_land);
+    assert_int_equal(last_done(w)->status, PD_E_PEER);
+    ship_again(w, &d, 0, 0, 1); /* its receiver asks, by its router */
+    assert_int_equal(last_done(w)->status, PD_E_NOT_FOUND);
+    assert_false(last_done(w)->may_land);
+    assert_true(world_deliver(w)); /* closed */
+    w->letters_count = 0;
+    world_check_nothing_held(w);
+    assert_int_equal(words_of_the_next_link(w), 1); /* and the next link says so */
+    world_destroy(w);
+}
+
 /* What is lost is asked for at once then: without that word it is only late. */
 static void that_all_is_written_is_said_behind_the_last_block(void **state)
 {
@@ -738,6 +859,9 @@ int main(void)
         cmocka_unit_test(a_prompt_without_room_in_time_is_refused),
         cmocka_unit_test(a_stuck_link_is_closed_so_that_a_cancel_can_end),
         cmocka_unit_test(a_failed_write_ends_its_request_after_the_link),
+        cmocka_unit_test(who_asks_is_told_apart_from_the_dead),
+        cmocka_unit_test(a_cancelled_shipment_waits_for_its_closing_link),
+        cmocka_unit_test(a_link_lost_before_the_first_block_leaves_nothing_to_land),
         cmocka_unit_test(blocks_a_decode_worker_holds_are_not_shipped),
         cmocka_unit_test(the_time_on_the_wire_of_every_write_is_reported),
         cmocka_unit_test(it_says_that_it_has_started_until_it_knows_the_targets),

@@ -336,7 +336,7 @@ static void blocks_asked_for_again_go_again_and_are_answered_again(void **state)
     assert_true(pd_source_again(&b->source, &again, b->now_ns));
     assert_int_equal(b->done[3].status, PD_E_INVALID);
     assert_false(pd_source_again(&b->source, &again, b->now_ns));
-    pd_source_unknown(&b->source, &again.key);
+    pd_source_unknown(&b->source, &again);
     assert_true(b->done[4].status == PD_E_NOT_FOUND && b->done[4].again == 1);
     assert_false(pd_source_release(&b->source, &asked.key, &epoch));
     drop_own(b);
@@ -674,6 +674,14 @@ static void words_owed_to_the_dead_elsewhere_make_nobody_mute(void **state)
     assert_true(b->done_count == 1 && !b->done[0].may_land);
     pd_source_asked(&b->source, &asked.key, 88, &routers, b->now_ns);
     assert_true(b->done_count == 2 && !b->done[1].may_land);
+    assert_true(b->done[1].receiver == 88); /* of that one alone it is said */
+    /* and by way of a router, that names who asks; else it may be one of the dead */
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key, .receiver = 88});
+    assert_true(b->done_count == 3 && !b->done[2].may_land && b->done[2].receiver == 88);
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key, .receiver = 1000});
+    assert_true(b->done_count == 4 && b->done[3].may_land);
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key});
+    assert_true(b->done_count == 5 && b->done[4].may_land && b->done[4].receiver == 0);
     drop_own(b);
     teardown(b);
 }
@@ -692,6 +700,29 @@ static void a_request_that_comes_twice_does_not_deny_what_is_on_its_way(void **s
     ask_move(b, &asked);
     assert_true(b->done_count == 2 && b->done[1].may_land);
     drop_own(b);
+    teardown(b);
+}
+
+/* No link came up: nothing was written, and who asks is told so at once. There need never be a link
+ * whose word it could wait for. */
+static void what_never_left_keeps_nobody_waiting(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_routers routers;
+    pd_msg_ship_request asked = asks(4, 88);
+
+    know_router(b, &routers);
+    ask_move(b, &asked);
+    drop_own(b);
+    assert_true(pd_source_cancel(&b->source, &asked.key, b->now_ns));
+    assert_true(b->done_count == 1 && !b->done[0].may_land);
+    pd_source_asked(&b->source, &asked.key, 88, &routers, b->now_ns);
+    assert_true(b->done_count == 2 && b->done[1].status == PD_E_NOT_FOUND && !b->done[1].may_land);
+    pd_source_unknown(&b->source, &(pd_msg_ship_again){.key = asked.key});
+    assert_true(b->done_count == 3 && !b->done[2].may_land);
+    link_event(b, 1, PD_TRANSFER_CONNECTED, PD_OK); /* all the same it is said */
+    assert_true(b->aborts == 1 && b->aborted.number == 4);
     teardown(b);
 }
 
@@ -722,6 +753,7 @@ int main(void)
         cmocka_unit_test(what_a_closing_link_carries_holds_its_blocks),
         cmocka_unit_test(words_owed_to_the_dead_elsewhere_make_nobody_mute),
         cmocka_unit_test(a_request_that_comes_twice_does_not_deny_what_is_on_its_way),
+        cmocka_unit_test(what_never_left_keeps_nobody_waiting),
         cmocka_unit_test(words_on_nothing_take_no_place_of_words_on_what_was_sent),
         cmocka_unit_test(a_suspended_sequence_is_shipped_and_held_until_its_release),
         cmocka_unit_test(cached_blocks_are_shipped_by_their_hashes),
