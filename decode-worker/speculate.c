@@ -294,15 +294,24 @@ static bool ask_model(decode_spec *spec, const pd_step_slice *slices, uint32_t w
     return decode_draft_model_plan(spec->model, spec->asked, wishes, draft_out);
 }
 
-/* Who takes no draft is forgotten slowly, so that it is tried again. */
+/* Who takes no draft is forgotten slowly, so that it is tried again; and what all sequences did,
+ * while none takes any: the texts that are asked for now may be others. */
 static void forget(decode_spec *spec, const pd_step_slice *slices, uint32_t wishes)
 {
+    bool idle = false, drafts = false;
+
     for (uint32_t i = 0; i < wishes; i++) {
         decode_sequence *s = slices[spec->wishes[i].slice].request;
+        drafts = drafts || spec->wishes[i].take > 0;
         if (spec->wishes[i].take > 0 || spec->wishes[i].most == 0)
             continue;
+        idle = true;
         s->drafting.right *= REMEMBER_IDLE;
         s->drafting.tries *= REMEMBER_IDLE;
+    }
+    if (idle && !drafts) {
+        spec->right *= REMEMBER_IDLE;
+        spec->tries *= REMEMBER_IDLE;
     }
 }
 

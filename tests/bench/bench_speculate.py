@@ -5,12 +5,17 @@ without, and answer the same requests in turns: whatever else the machine does, 
 processor time that the decode worker takes for an answer (on a machine to itself that is the time of its steps), and
 the answers, which are the same to the token. The ratio of each pair, its median, and a 95 % interval of that by
 resampling pairs.
+
+The draft model is made in the run (tests/tools/make_draft.py), of the model's own first layers and a head fitted to
+answers of the model's to prompts of a kind: "records". It is measured on other prompts of that kind, and on "story",
+which it was not fitted to. With --shorter it is made of some of the model's layers alone (make_shorter.py).
 """
 
+import json
+import pathlib
 import random
 import site
 import statistics
-import subprocess
 import sys
 import tempfile
 
@@ -21,19 +26,40 @@ QUOTED = (
     "pale lychee, sour gooseberry, sweet melon, ripe mango, small kumquat, large pomelo, wild strawberry\n"
 )
 STORY = "Once upon a time in a small town by the sea there lived an old clockmaker who"
+NAMES = "Anna Tom Maria John Peter Lucy Karl Emma Paul Nina Oscar Clara Hugo Rosa Felix Ida".split()
+CITIES = "Paris Rome Berlin Madrid Vienna Oslo Lisbon Prague Athens Dublin Warsaw Budapest".split()
+KINDS = {"draft_model": "records,story"}
+FITTED_TO, MEASURED_ON = 1, 2  # seeds of prompts
+FITTED_TEXTS, FITTED_TOKENS = 48, 96
 
 
 def options(parser):
     parser.add_argument("--methods", default="prompt_lookup,draft_model,lookahead")
-    parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=6, help="of the draft model, made of the model's own")
+    parser.add_argument("--layers", type=int, default=8, help="of the draft model, made of the model's own")
+    parser.add_argument("--shorter", action="store_true", help="a draft model of the model's own layers and nothing fitted")
+    parser.add_argument("--draft", help="a draft model that is there already: a GGUF file")
+    parser.add_argument("--kinds", default="", help="of text: quotes, records, story")
     parser.add_argument("--force", action="store_true", help="all drafts, always: what they cost")
+
+
+def records(seed, count):
+    """Beginnings of lists of records, none the same with another seed."""
+    rng, texts = random.Random(seed), []
+    while len(texts) < count:
+        rows = [(row + 1, rng.choice(NAMES), rng.choice(CITIES), rng.randint(20, 69)) for row in range(3)]
+        if sum(age for *_, age in rows) % 4 == seed:
+            texts.append("[\n" + "".join('  {"id": %d, "name": "%s", "city": "%s", "age": %d},\n' % row for row in rows)
+                         + '  {"id": 4,')
+    return texts
 
 
 def prompts(kind, batch):
     """Texts that quote what came before, or none that do; a different beginning each."""
+    if kind == "records":
+        return records(MEASURED_ON, batch)
     if kind == "quotes":
         return [f"List {n}, three times:\n" + QUOTED * 2 + QUOTED[:20] for n in range(batch)]
     return [f"Story {n}. {STORY}" for n in range(batch)]
@@ -59,13 +85,37 @@ def interval(values):
     return medians[50], medians[1949]
 
 
+def fitted(context, cl, folder, layers):
+    """A draft model fitted to what the model answers to prompts that are not measured."""
+    venv, to = context.cache / "draft-venv", f"{folder}/draft.gguf"
+    with cl.Cluster(decode={"max_batch": 64}) as one:
+        answers = one.together([lambda text=text: one.complete(text, FITTED_TOKENS, ignore_eos=True)
+                                for text in records(FITTED_TO, FITTED_TEXTS)])
+    texts = pathlib.Path(folder) / "texts.json"
+    texts.write_text(json.dumps([answer.prompt_token_ids + answer.token_ids for answer in answers]), encoding="utf-8")
+    python = venv / "bin" / "python"
+    if not python.exists():
+        context.command([sys.executable, "-m", "venv", venv])
+        context.command([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "numpy"])
+    context.command([python, context.root / "tests" / "tools" / "make_draft.py", cl.MODEL, to, "--texts", texts,
+                     "--layers", layers])
+    return to
+
+
+def shorter(context, cl, folder, layers):
+    to = f"{folder}/draft.gguf"
+    context.command([sys.executable, context.root / "tests" / "tools" / "make_shorter.py", cl.MODEL, to, "--layers", layers])
+    return to
+
+
 def measure(cl, method, more, args):
     """(kind, batch, ratios, accepted share) of each cell."""
     def over(**speculative):
-        return {"decode": {"speculative": speculative, "max_batch": 64}, "log_level": "info"}
+        # room for 64 answers at once
+        return {"decode": {"speculative": speculative, "max_batch": 64}, "kv": {"memory": "768MiB"}, "log_level": "info"}
 
     with cl.Cluster(**over(method="off")) as without, cl.Cluster(**over(method=method, **more)) as with_:
-        for kind in ("quotes", "story"):
+        for kind in (args.kinds or KINDS.get(method, "quotes,story")).split(","):
             for batch in (int(text) for text in args.batches.split(",")):
                 texts, ratios = prompts(kind, batch), []
                 counts = [with_.metric(f"kvferry_spec_{what}_tokens_total") for what in ("draft", "accepted")]
@@ -94,9 +144,8 @@ def run(context, args):
         for method in args.methods.split(","):
             more = {"adaptive": False} if args.force else {}
             if method == "draft_model":
-                more["draft_model"] = f"{folder}/draft.gguf"
-                subprocess.run([sys.executable, str(context.root / "tests" / "tools" / "make_shorter.py"), cl.MODEL,
-                                more["draft_model"], "--layers", str(args.layers)], check=True)
+                make = shorter if args.shorter else fitted
+                more["draft_model"] = args.draft or make(context, cl, folder, args.layers)
             for kind, batch, ratios, drafted, accepted in measure(cl, method, more, args):
                 low, high = interval(ratios)
                 goal = GOAL_QUOTES if (method, kind, batch) == ("prompt_lookup", "quotes", 1) else GOAL_ELSE

@@ -362,6 +362,27 @@ static void as_many_drafts_as_pay_for_themselves(void **state)
     rig_fini(&r);
 }
 
+/* Drafts that were hardly ever right are made no more, and yet not for good: answers that come
+ * later, of which nothing is known, may be of another kind. */
+static void what_did_not_pay_is_tried_again(void **state)
+{
+    plan_rig r;
+    uint32_t idle = 0;
+
+    (void)state;
+    rig_init(&r, 6);
+    observe(&r, 1, 32, 6, 4); /* a draft has to be right every third time at least */
+    assert_true(plan(&r, 1) > 0);
+    r.spec.tries = 16;
+    for (; idle < 4000; idle++) {
+        r.s[0].drafting.right = r.s[0].drafting.tries = 0; /* a new answer each time */
+        if (plan(&r, 1) > 0)
+            break;
+    }
+    assert_true(idle > 50 && idle < 1500);
+    rig_fini(&r);
+}
+
 static void drafts_take_only_what_room_there_is(void **state)
 {
     plan_rig r;
@@ -436,6 +457,7 @@ int main(void)
         cmocka_unit_test(lookahead_learns_what_the_model_says),
         cmocka_unit_test(what_rows_cost_is_what_was_measured),
         cmocka_unit_test(as_many_drafts_as_pay_for_themselves),
+        cmocka_unit_test(what_did_not_pay_is_tried_again),
         cmocka_unit_test(drafts_take_only_what_room_there_is),
         cmocka_unit_test(limits_that_cannot_be_are_refused),
     };
