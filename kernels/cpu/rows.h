@@ -85,7 +85,8 @@ V_INLINE bool quantize_together(const kern_acts *acts, size_t at, uint32_t block
         v_store_i8(quants + 16, high_lanes[b]);
     }
     for (uint32_t b = blocks; b < QUANT_BLOCKS; b++)
-        low_lanes[b] = high_lanes[b] = v_iset(0);
+        high_lanes[b] =
+            most; /* of no use, as what low_lanes has; zeros would become a slow memset */
     v16i low_sums = v_isum_each(low_lanes);
     v16i sums = v_iadd(low_sums, v_isum_each(high_lanes));
     at /= KERN_BLOCK;
