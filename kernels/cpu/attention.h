@@ -15,9 +15,11 @@
  * scales of a tile's 16 tokens are one vector, which meets the finished scores, and the weights
  * before they meet V. What depends on the format takes it as a constant, kv. */
 
-#define ATT_ROWS        4   /* whose values are summed together */
-#define ATT_AHEAD       192 /* positions */
-#define ATT_NEXT_TOKENS 64  /* of the next call, asked for before it */
+#define ATT_ROWS 4 /* of one token, at most, without copies */
+#define ATT_ROWS_MAX                                                                               \
+    (V_PV_ROWS > ATT_ROWS ? V_PV_ROWS : ATT_ROWS) /* whose values are summed together */
+#define ATT_AHEAD       192                       /* positions */
+#define ATT_NEXT_TOKENS 64                        /* of the next call, asked for before it */
 
 /* Where a call's tiles lie. */
 typedef struct att_tiles {
@@ -280,7 +282,7 @@ V_INLINE void att_add_value(const float *p, const uint32_t rows, const uint8_t *
 #pragma GCC unroll 4
     for (uint32_t v = 0; v < vectors; v++)
         values[v] = att_value(value, v, kv);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (uint32_t r = 0; r < rows; r++) {
         v16 weight = v_set(p[r * KERN_SPLIT_TOKENS]);
 #pragma GCC unroll 4
@@ -298,9 +300,9 @@ V_INLINE void att_value_rows(const att_work *w, uint32_t row, const uint32_t row
     const size_t from = w->tiles.half + dim_first * (kv == PD_F16 ? sizeof(uint16_t) : 1);
     const float *p = w->scores + (size_t)row * KERN_SPLIT_TOKENS;
     uint32_t common = att_seen(w, row, first), last = w->args->position;
-    v16 sums[ATT_ROWS][V_PV_VECTORS];
+    v16 sums[ATT_ROWS_MAX][V_PV_VECTORS];
 
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (uint32_t r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (uint32_t v = 0; v < vectors; v++)
@@ -314,14 +316,14 @@ V_INLINE void att_value_rows(const att_work *w, uint32_t row, const uint32_t row
             att_add_value(p + j + t, rows, value + (size_t)t * w->tiles.token_bytes, vectors, sums,
                           kv);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (uint32_t r = 1; r < rows; r++) {
         uint32_t seen = att_seen(w, row + r, first);
         for (uint32_t j = common; j < seen; j++)
             att_add_value(p + r * KERN_SPLIT_TOKENS + j, 1, att_tile(&w->tiles, first + j) + from,
                           vectors, sums + r, kv);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (uint32_t r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (uint32_t v = 0; v < vectors; v++)
@@ -341,8 +343,8 @@ V_INLINE void att_values(const att_work *w, uint32_t row, const uint32_t rows, u
 
 V_INLINE void att_values_of_all(const att_work *w, uint32_t row, uint32_t first, const pd_dtype kv)
 {
-    for (; row + ATT_ROWS <= w->rows; row += ATT_ROWS)
-        att_values(w, row, ATT_ROWS, first, false, kv);
+    for (; row + V_PV_ROWS <= w->rows; row += V_PV_ROWS)
+        att_values(w, row, V_PV_ROWS, first, false, kv);
     for (; row < w->rows; row++)
         att_values(w, row, 1, first, false, kv);
 }

@@ -2,10 +2,10 @@
 
 /* kernels/cpu/gemm_avx512.h - products with packed 4- and 8-bit matrices, AVX-512 VNNI.
  *
- * A tile is a panel (16 weight rows, one vector lane each) by up to 8 activation rows. A block's
- * weights are unpacked once into eight registers; an activation row then costs eight 4-way dot
- * products against broadcasts from memory, and one or two fused multiply-adds. No horizontal sums.
- * One activation row (decode) runs at the speed weights can be read.
+ * A tile is a panel (16 weight rows, one vector lane each) by up to 8 activation rows (16 of Q6_K).
+ * A block's weights are unpacked once into eight registers; an activation row then costs eight
+ * 4-way dot products against broadcasts from memory, and one or two fused multiply-adds. No
+ * horizontal sums. One activation row (decode) runs at the speed weights can be read.
  *
  * The bound is the multipliers: of Q4_1, 8 dot products, 1 product and 2 fused multiply-adds a
  * block and row, so 8 / 11 of the dot products' peak: 172 G MAC/s on a Zen 4 core of 235.
@@ -14,11 +14,17 @@
  *   117  16 activation rows: addresses and sums spill
  *   160  8 rows
  *   160  the dot products' own broadcasts: a third fewer instructions, so these are not the bound
- *   163  integers to floats by an addition (Q8_0: 172 to 178, Q4_0: 170 to 177)
+ *   161  integers to floats by an addition (Q8_0: 170, Q4_0: 174, Q4_K: 155, Q6_K: 135)
+ *   167  rows two by two, in one piece of assembly: less waits for its own last result, and the
+ *        compiler spills no addresses (Q8_0: 172, Q4_0: 178, Q4_K: 158, Q6_K: 139)
+ *   163  rows two by two, 16 to a tile, addresses counted up; but Q6_K, which unpacks most: 144
+ *   163  rows four by four
  * 3, 5, 6 and 7 rows have tiles of their own: as 2 + 1, 4 + 1 ... they gave 132, 147, 161, 150. */
 
 /* Ahead of the block under way: 1.5 KiB and 8 KiB gave 227 and 231 tokens/s where 4 gave 243. */
 #define PREFETCH_BYTES 4096
+#define Q_ROWS_MAX     16 /* activation rows of a tile */
+#define Q_PAIRS_FROM   8  /* so many go two by two; fewer lose by it (3: 159 to 155) */
 
 /* Run t of eight with 6-bit weights: the nibbles below two bits of each byte of pairs. */
 V_INLINE __m512i q_six_bits(__m512i nibbles, __m512i pairs, const int t)
@@ -171,6 +177,34 @@ V_INLINE __m512 q_dot(const int32_t excess, const __m512i *weights, const int co
     return _mm512_sub_ps(_mm512_castsi512_ps(dot), _mm512_set1_ps(KERN_EXP_MAGIC));
 }
 
+/* The same of two rows, stride bytes apart, in turns: less waits for its own last result. */
+V_INLINE void q_dot_pair(const int32_t excess, const __m512i *weights, const int count,
+                         const int8_t *x, size_t stride, int32_t sum_0, int32_t sum_1, __m512 *out)
+{
+    const __m512 magic = _mm512_set1_ps(KERN_EXP_MAGIC);
+    __m512i dot_0 = _mm512_set1_epi32(KERN_EXP_MAGIC_BITS - (excess == 0 ? 0 : excess * sum_0));
+    __m512i dot_1 = _mm512_set1_epi32(KERN_EXP_MAGIC_BITS - (excess == 0 ? 0 : excess * sum_1));
+
+#define Q_PAIR(at, weight)                                                                         \
+    "vpdpbusd " at "(%[x])%{1to16%}, %[" weight "], %[dot_0]\n\t"                                  \
+    "vpdpbusd " at "(%[x],%[stride])%{1to16%}, %[" weight "], %[dot_1]\n\t"
+    __asm__(Q_PAIR("0", "w0") Q_PAIR("4", "w1") Q_PAIR("8", "w2") Q_PAIR("12", "w3")
+            : [dot_0] "+&v"(dot_0), [dot_1] "+&v"(dot_1)
+            : [w0] "v"(weights[0]), [w1] "v"(weights[1]), [w2] "v"(weights[2]),
+              [w3] "v"(weights[3]), [x] "r"(x), [stride] "r"(stride), "m"(*(const int8_t(*)[16])x),
+              "m"(*(const int8_t(*)[16])(x + stride)));
+    if (count > 4)
+        __asm__(Q_PAIR("16", "w4") Q_PAIR("20", "w5") Q_PAIR("24", "w6") Q_PAIR("28", "w7")
+                : [dot_0] "+&v"(dot_0), [dot_1] "+&v"(dot_1)
+                : [w4] "v"(weights[4]), [w5] "v"(weights[5]), [w6] "v"(weights[6]),
+                  [w7] "v"(weights[7]), [x] "r"(x), [stride] "r"(stride),
+                  "m"(*(const int8_t(*)[16])(x + 16)),
+                  "m"(*(const int8_t(*)[16])(x + stride + 16)));
+#undef Q_PAIR
+    out[0] = _mm512_sub_ps(_mm512_castsi512_ps(dot_0), magic);
+    out[1] = _mm512_sub_ps(_mm512_castsi512_ps(dot_1), magic);
+}
+
 /* Of a block and the activations' block `at`. Q6_K: below 2^24, so what floats do is exact. */
 V_INLINE __m512 q_block_dot(const pd_dtype dtype, const __m512i *weights, const q_factors *f,
                             const kern_acts *acts, size_t at)
@@ -185,6 +219,27 @@ V_INLINE __m512 q_block_dot(const pd_dtype dtype, const __m512i *weights, const 
         return _mm512_fmadd_ps(f->high, high, _mm512_mul_ps(f->low, low));
     }
     return q_dot(excess, weights, 8, x, excess == 0 ? 0 : acts->quant_sums[at]);
+}
+
+V_INLINE void q_block_dot_pair(const pd_dtype dtype, const __m512i *weights, const q_factors *f,
+                               const kern_acts *acts, size_t at, size_t blocks, __m512 *dots)
+{
+    const int32_t excess = dtype == PD_Q8_0 ? 128 : dtype == PD_Q4_0 ? 8 : 0;
+    const int8_t *x = acts->quants + at * KERN_BLOCK;
+    size_t stride = blocks * KERN_BLOCK;
+
+    if (dtype == PD_Q6_K) {
+        int32_t low_0 = acts->low_sums[at], low_1 = acts->low_sums[at + blocks];
+        __m512 low[2];
+        q_dot_pair(32, weights, 4, x, stride, low_0, low_1, low);
+        q_dot_pair(32, weights + 4, 4, x + 16, stride, acts->quant_sums[at] - low_0,
+                   acts->quant_sums[at + blocks] - low_1, dots);
+        dots[0] = _mm512_fmadd_ps(f->high, dots[0], _mm512_mul_ps(f->low, low[0]));
+        dots[1] = _mm512_fmadd_ps(f->high, dots[1], _mm512_mul_ps(f->low, low[1]));
+        return;
+    }
+    q_dot_pair(excess, weights, 8, x, stride, excess == 0 ? 0 : acts->quant_sums[at],
+               excess == 0 ? 0 : acts->quant_sums[at + blocks], dots);
 }
 
 /* A block's dot onto a row's sum. */
@@ -202,6 +257,7 @@ V_INLINE void q_block(const pd_dtype dtype, const uint8_t *panel, uint32_t block
                       const q_shared *shared, const kern_acts *acts, size_t at, size_t blocks,
                       const uint32_t acts_rows, __m512 *sums)
 {
+    const uint32_t together = acts_rows >= Q_PAIRS_FROM ? 2 : 1;
     __m512i weights[8];
     const uint8_t *quants = panel + kern_panel_quants_at(dtype, block);
 
@@ -209,9 +265,17 @@ V_INLINE void q_block(const pd_dtype dtype, const uint8_t *panel, uint32_t block
     q_unpack(dtype, quants, weights);
     q_factors f = q_factors_of(dtype, panel, block, shared);
 #pragma GCC unroll 8
-    for (uint32_t n = 0; n < acts_rows; n++, at += blocks) {
-        __m512 dot = q_block_dot(dtype, weights, &f, acts, at);
-        sums[n] = q_update(dtype, sums[n], dot, &f, acts, at);
+    for (uint32_t n = 0; n < acts_rows; n += together, at += together * blocks) {
+        __m512 dots[2];
+        if (together == 2) {
+            q_block_dot_pair(dtype, weights, &f, acts, at, blocks, dots);
+            sums[n + 1] = q_update(dtype, sums[n + 1], dots[1], &f, acts, at + blocks);
+        } else {
+            dots[0] = q_block_dot(dtype, weights, &f, acts, at);
+        }
+        sums[n] = q_update(dtype, sums[n], dots[0], &f, acts, at);
+        if (acts_rows > 8) /* counted up, or the addresses of all rows are kept and spill */
+            __asm__("" : "+r"(at));
     }
 }
 
@@ -223,11 +287,11 @@ V_INLINE void q_tile(const kern_matrix *matrix, const pd_dtype dtype, const uint
     size_t at_first = (size_t)acts_row * blocks;
     uint32_t segments = kern_matrix_segments(matrix), depth = 0, segment = 0;
     uint32_t first = matrix->segment_from * segment_blocks;
-    __m512 waiting[KERN_TREE_DEPTH][8], sums[8];
+    __m512 waiting[KERN_TREE_DEPTH][Q_ROWS_MAX], sums[Q_ROWS_MAX];
     q_shared shared;
 
     do {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (uint32_t n = 0; n < acts_rows; n++)
             sums[n] = _mm512_setzero_ps();
         for (uint32_t block = first, end = first + segment_blocks; block < end;) {
@@ -243,19 +307,19 @@ V_INLINE void q_tile(const kern_matrix *matrix, const pd_dtype dtype, const uint
         }
         for (uint32_t adds = kern_tree_adds(segment, segments, depth); adds > 0; adds--) {
             depth--;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (uint32_t n = 0; n < acts_rows; n++)
                 sums[n] = _mm512_add_ps(waiting[depth][n], sums[n]);
         }
         if (segment + 1 < segments) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (uint32_t n = 0; n < acts_rows; n++)
                 waiting[depth][n] = sums[n];
             depth++;
         }
         first += segment_blocks;
     } while (++segment < segments);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (uint32_t n = 0; n < acts_rows; n++) {
         float *place = out[n] + row;
         __m512 total = sums[n];
@@ -275,6 +339,8 @@ V_INLINE void q_product(const kern_matrix *matrix, const pd_dtype dtype, uint32_
         const uint8_t *panel = (const uint8_t *)matrix->data + row / KERN_PANEL_ROWS * panel_bytes;
         __mmask16 mask = v_mask(row_first + rows - row);
         uint32_t n = 0;
+        for (; dtype == PD_Q6_K && n + Q_ROWS_MAX <= acts_rows; n += Q_ROWS_MAX)
+            q_tile(matrix, dtype, panel, acts, acts_first + n, Q_ROWS_MAX, out + n, row, mask, add);
         for (; n + 8 <= acts_rows; n += 8)
             q_tile(matrix, dtype, panel, acts, acts_first + n, 8, out + n, row, mask, add);
         float *const *rest = out + n;

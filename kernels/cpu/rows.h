@@ -25,10 +25,14 @@ V_INLINE v16 v_exp(v16 value)
     return v_mul(p, v_power(v_isub(v_bits(shifted), bias)));
 }
 
-static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols)
+/* Blocks quantised together, and the fewest that are. */
+#define QUANT_BLOCKS     16
+#define QUANT_BLOCKS_MIN 4
+
+/* Any blocks from value at on, one by one. */
+static void quantize_each(const kern_acts *acts, size_t at, uint32_t blocks)
 {
-    for (uint32_t col = col_first; col < col_first + cols; col += KERN_BLOCK) {
-        size_t at = (size_t)row * acts->cols + col;
+    for (size_t end = at + (size_t)blocks * KERN_BLOCK; at < end; at += KERN_BLOCK) {
         v16 low = v_load(acts->values + at), high = v_load(acts->values + at + 16);
         float amax = kern_float_of(v_imax_of(v_bits(v_abs(low)), v_bits(v_abs(high))));
         bool plain = amax >= 1e-35f && amax <= 3e38f;
@@ -47,6 +51,63 @@ static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_firs
         acts->quant_sums[at / KERN_BLOCK] = sum;
         if (acts->low_sums != NULL)
             acts->low_sums[at / KERN_BLOCK] = low_sum;
+    }
+}
+
+/* Some blocks, the lanes' largest and sums of all found together. False: one of them is all but
+ * zero or infinite, and nothing is done. */
+V_INLINE bool quantize_together(const kern_acts *acts, size_t at, uint32_t blocks)
+{
+    const v16 magic = v_set(KERN_EXP_MAGIC);
+    v16i low_lanes[QUANT_BLOCKS], high_lanes[QUANT_BLOCKS];
+    float inverse[QUANT_BLOCKS];
+
+    for (uint32_t b = 0; b < QUANT_BLOCKS; b++) {
+        const float *values = acts->values + at + (size_t)b * KERN_BLOCK;
+        low_lanes[b] =
+            b < blocks ? v_imax(v_bits(v_abs(v_load(values))), v_bits(v_abs(v_load(values + 16))))
+                       : v_bits(v_set(1.0f));
+    }
+    v16i most = v_imax_each(low_lanes);
+    if (!v_iall_within(most, kern_bits_of(1e-35f), kern_bits_of(3e38f)))
+        return false;
+    v16 scale = v_div(v_as_floats(most), v_set(127.0f));
+    v_store(inverse, v_div(v_set(127.0f), v_as_floats(most)));
+    for (uint32_t b = 0; b < blocks; b++) {
+        const float *values = acts->values + at + (size_t)b * KERN_BLOCK;
+        int8_t *quants = acts->quants + at + (size_t)b * KERN_BLOCK;
+        v16 factor = v_set(inverse[b]);
+        v16 low = v_add(v_mul(v_load(values), factor), magic);
+        v16 high = v_add(v_mul(v_load(values + 16), factor), magic);
+        low_lanes[b] = v_isub(v_bits(low), v_bits(magic));
+        high_lanes[b] = v_isub(v_bits(high), v_bits(magic));
+        v_store_i8(quants, low_lanes[b]);
+        v_store_i8(quants + 16, high_lanes[b]);
+    }
+    for (uint32_t b = blocks; b < QUANT_BLOCKS; b++)
+        high_lanes[b] =
+            most; /* of no use, as what low_lanes has; zeros would become a slow memset */
+    v16i low_sums = v_isum_each(low_lanes);
+    v16i sums = v_iadd(low_sums, v_isum_each(high_lanes));
+    at /= KERN_BLOCK;
+    v_store_some(acts->scales + at, blocks, scale);
+    v_store_some(acts->sums + at, blocks, v_mul(scale, v_from_ints(sums)));
+    v_store_some((float *)(void *)(acts->quant_sums + at), blocks, v_as_floats(sums));
+    if (acts->low_sums != NULL)
+        v_store_some((float *)(void *)(acts->low_sums + at), blocks, v_as_floats(low_sums));
+    return true;
+}
+
+static void fast_quantize(const kern_acts *acts, uint32_t row, uint32_t col_first, uint32_t cols)
+{
+    size_t at = (size_t)row * acts->cols + col_first;
+
+    for (uint32_t left = cols / KERN_BLOCK; left > 0;) {
+        uint32_t blocks = left < QUANT_BLOCKS ? left : QUANT_BLOCKS;
+        if (blocks < QUANT_BLOCKS_MIN || !quantize_together(acts, at, blocks))
+            quantize_each(acts, at, blocks);
+        at += (size_t)blocks * KERN_BLOCK;
+        left -= blocks;
     }
 }
 

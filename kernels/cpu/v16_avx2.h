@@ -5,9 +5,11 @@
 #include "kernels/number.h"
 
 #include <immintrin.h>
+#include <stdbool.h>
 
 #define V_QK_ROWS    2
 #define V_PV_VECTORS 1
+#define V_PV_ROWS    4
 #define V_MM_ROWS    2
 #define V_MM_ACTS    2
 
@@ -159,6 +161,62 @@ V_INLINE uint32_t v_imax_of(v16i x, v16i y)
     __m128i b = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+V_INLINE v16i v_iadd(v16i x, v16i y)
+{
+    return (v16i){_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+V_INLINE v16i v_imax(v16i x, v16i y)
+{
+    return (v16i){_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)};
+}
+V_INLINE bool v_iall_within(v16i x, uint32_t low, uint32_t high)
+{
+    const __m256i least = _mm256_set1_epi32((int)low), most = _mm256_set1_epi32((int)high);
+    __m256i a = _mm256_min_epu32(_mm256_max_epu32(x.a, least), most);
+    __m256i b = _mm256_min_epu32(_mm256_max_epu32(x.b, least), most);
+    a = _mm256_and_si256(_mm256_cmpeq_epi32(a, x.a), _mm256_cmpeq_epi32(b, x.b));
+    return _mm256_movemask_epi8(a) == -1;
+}
+V_INLINE v16 v_as_floats(v16i x)
+{
+    return (v16){_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)};
+}
+V_INLINE v16 v_from_ints(v16i x)
+{
+    return (v16){_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
+}
+/* Rows 0 to 7 or 8 to 15 of v16_avx512.h's v_each. */
+V_INLINE __m256i v_meet(__m256i a, __m256i b, const bool most)
+{
+    return most ? _mm256_max_epu32(a, b) : _mm256_add_epi32(a, b);
+}
+V_INLINE __m256i v_half_each(const v16i *x, const bool most)
+{
+    __m256i h[8];
+
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        h[i] = v_meet(x[i].a, x[i].b, most);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) /* halves: row i, row i + 4 */
+        h[i] = v_meet(_mm256_permute2x128_si256(h[i], h[i + 4], 0x20),
+                      _mm256_permute2x128_si256(h[i], h[i + 4], 0x31), most);
+#pragma GCC unroll 2
+    for (int i = 0; i < 4; i += 2)
+        h[i] = v_meet(_mm256_unpacklo_epi64(h[i], h[i + 1]), _mm256_unpackhi_epi64(h[i], h[i + 1]),
+                      most);
+    __m256 low = _mm256_castsi256_ps(h[0]), high = _mm256_castsi256_ps(h[2]);
+    return v_meet(_mm256_castps_si256(_mm256_shuffle_ps(low, high, 0x88)),
+                  _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xdd)), most);
+}
+V_INLINE v16i v_isum_each(v16i *x)
+{
+    return (v16i){v_half_each(x, false), v_half_each(x + 8, false)};
+}
+V_INLINE v16i v_imax_each(v16i *x)
+{
+    return (v16i){v_half_each(x, true), v_half_each(x + 8, true)};
 }
 V_INLINE float v_max_of(v16 x)
 {

@@ -469,12 +469,18 @@ static void multiply_block(const kern_model *model, const kern_matrix *matrix,
     model->ops->matmul(matrix, 0, matrix->rows, acts, acts_first, rows, out, add);
 }
 
-static void block_qkv(kern_model *model, const kern_layer_weights *layer, uint32_t first,
-                      uint32_t rows)
+/* The last layer has queries only of the live rows' blocks. */
+static void block_qkv(kern_model *model, uint32_t index, uint32_t first, uint32_t rows)
 {
+    const kern_layer_weights *layer = &model->weights.layers[index];
+    bool last = index + 1 == model->weights.shape->layers;
+    bool live = first < model->live_first + model->live_rows && model->live_first < first + rows;
+
     for (uint32_t row = first; row < first + rows; row++)
         normalize_row(model, model->x_rows[row], layer->attention_norm, &model->norm, row);
-    multiply_block(model, &layer->query, &model->norm, first, rows, model->q_rows + first, false);
+    if (live || !last)
+        multiply_block(model, &layer->query, &model->norm, first, rows, model->q_rows + first,
+                       false);
     multiply_block(model, &layer->key, &model->norm, first, rows, model->k_rows + first, false);
     multiply_block(model, &layer->value, &model->norm, first, rows, model->v_rows + first, false);
 }
@@ -509,7 +515,7 @@ static void run_blocks(kern_model *model, uint32_t index, uint32_t block)
         uint32_t rows = model->rows - first < block ? model->rows - first : block;
         if (index > 0)
             block_rest(model, &layers[index - 1], first, rows);
-        block_qkv(model, &layers[index], first, rows);
+        block_qkv(model, index, first, rows);
     }
     kern_team_barrier(model->team);
 }
