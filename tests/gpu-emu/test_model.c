@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/batch.h"
 #include "kernels/cuda/model.h"
+#include "kernels/cuda/stage.h"
 #include "kernels/cuda/weights.h"
 #include "kernels/model/host.h"
 #include "kernels/model/sample.h"
@@ -792,6 +793,31 @@ static void leaves_are_whole_blocks_of_every_format(void **state)
         }
 }
 
+/* More than its two pieces, and another stream looks: what is sent to the device at start is there
+ * when it is said to be. */
+static void what_was_staged_has_arrived(void **state)
+{
+    enum { BYTES = 5000 };
+    static uint8_t sent[BYTES], back[BYTES];
+    device *d = *state;
+
+    for (uint32_t turn = 0; turn < 16; turn++) {
+        uint8_t *memory = device_space(d, BYTES);
+        cu_stage *stage = NULL;
+        device_run_late(true);
+        for (uint32_t i = 0; i < BYTES; i++)
+            sent[i] = (uint8_t)(i * 7 + turn);
+        assert_int_equal(cu_stage_create(d->gpu, 1024, &stage), PD_OK);
+        assert_int_equal(cu_stage_copy(stage, memory, sent, BYTES), PD_OK);
+        assert_int_equal(cu_stage_finish(stage), PD_OK);
+        device_download(d, back, memory, BYTES);
+        assert_memory_equal(back, sent, BYTES);
+        cu_stage_destroy(stage);
+        device_clear(d);
+    }
+    device_run_late(false);
+}
+
 /* Each allocation of a step that would be recorded fails in turn. The step is run call by call
  * then, or fails as a whole; in either case a later one is recorded, after a pause that grows. */
 static void a_recording_that_fails_is_tried_again_later(void **state)
@@ -898,6 +924,7 @@ int main(void)
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),
         cmocka_unit_test(what_multiplies_is_in_the_description),
         cmocka_unit_test(leaves_are_whole_blocks_of_every_format),
+        cmocka_unit_test(what_was_staged_has_arrived),
         cmocka_unit_test(a_recording_that_fails_is_tried_again_later),
         cmocka_unit_test(what_failed_last_is_remembered_and_breaks_nothing),
         cmocka_unit_test(a_lost_device_gives_no_token),

@@ -33,7 +33,7 @@
 #define BLOCKS    8
 #define VOCAB     151
 #define RANKS_MAX 4
-#define SOON_NS   (5 * PD_NS_PER_S)
+#define SOON_NS   (30 * PD_NS_PER_S) /* also where many share the cores */
 /* of a gather through memory, so that most take several */
 #define PART_BYTES 4096
 /* how long a rank is held back, unless what it would have to be waited for has happened before */
