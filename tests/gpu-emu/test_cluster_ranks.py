@@ -30,7 +30,7 @@ def model(tmp_path_factory):
     return make(tmp_path_factory.mktemp("model") / "random.gguf")
 
 
-def ranks_cluster(model, prefill, decode, devices=("cuda-emu", "cuda-emu"), **changes):
+def ranks_cluster(model, prefill, decode, devices=("cuda-emu", "cuda-emu"), speculative=None, **changes):
     one = {
         "model": {"path": model, "context": 128},
         "prefill": {"tensor_parallel": prefill, "device": devices[0], "chunk_tokens": 16},
@@ -39,6 +39,8 @@ def ranks_cluster(model, prefill, decode, devices=("cuda-emu", "cuda-emu"), **ch
         # kernels of a tenth of a second on the cores that all share
         "heartbeat": {"lost_after": "20s", "hung_after": "60s"},
     }
+    if speculative is not None:
+        one["decode"]["speculative"] = speculative
     return cl.Cluster(**cl.merged(one, changes))
 
 
@@ -84,7 +86,7 @@ def test_any_split_gives_the_references_tokens(model, want, prefill, decode):
 def test_drafts_change_no_token(model, want, decode):
     """By the same model: what it drafts it draws as well, so that steps of several rows a sequence decide the answer."""
     speculative = {"method": "draft_model", "draft_model": model, "adaptive": False, "draft_tokens": 2}
-    with ranks_cluster(model, 1, decode, decode={"speculative": speculative}) as one:
+    with ranks_cluster(model, 1, decode, speculative=speculative) as one:
         assert answers(one) == want
         cl.wait_until(lambda: one.metric("kvferry_spec_accepted_tokens_total") > 0, 5 * cl.SLOW, "no draft was accepted")
 
