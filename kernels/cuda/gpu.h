@@ -80,7 +80,7 @@ PD_CHECKED pd_status gpu_import(gpu *g, const unsigned char handle[GPU_HANDLE_BY
 void gpu_unimport(gpu *g, void *memory);
 
 PD_CHECKED pd_status gpu_stream_create(gpu *g, gpu_stream **stream_out);
-void gpu_stream_destroy(gpu_stream *stream);
+void gpu_stream_destroy(gpu_stream *stream); /* does not wait: what is queued runs some time */
 /* The calling thread waits for all, asleep, as in gpu_event_wait: waking costs some tens of
  * microseconds of a step's milliseconds, where a thread that spins would cost a core for good. */
 PD_CHECKED pd_status gpu_stream_wait(gpu_stream *stream);

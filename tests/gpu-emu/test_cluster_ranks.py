@@ -18,16 +18,19 @@ PROMPTS = [[1604, 3987, 46477, 24, 94, 727, 253], list(range(100, 120))]  # a bl
 SPLITS = [(2, 1), (2, 4)] + ([(1, 4), (4, 2), (4, 4), (8, 2)] if FULL else [])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def make(path, *options):
     """A random llama of two layers with 8 KV heads."""
-    path = tmp_path_factory.mktemp("model") / "random.gguf"
     subprocess.run([sys.executable, os.path.join(cl.ROOT, "tests", "tools", "make_model.py"), "--tokenizer", cl.MODEL,
-                    "--layers", "2", "--out", str(path)], check=True)
+                    "--layers", "2", *options, "--out", str(path)], check=True)
     return str(path)
 
 
-def ranks_cluster(model, prefill, decode, devices=("cuda-emu", "cuda-emu"), **changes):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("model") / "random.gguf")
+
+
+def ranks_cluster(model, prefill, decode, devices=("cuda-emu", "cuda-emu"), speculative=None, **changes):
     one = {
         "model": {"path": model, "context": 128},
         "prefill": {"tensor_parallel": prefill, "device": devices[0], "chunk_tokens": 16},
@@ -36,6 +39,8 @@ def ranks_cluster(model, prefill, decode, devices=("cuda-emu", "cuda-emu"), **ch
         # kernels of a tenth of a second on the cores that all share
         "heartbeat": {"lost_after": "20s", "hung_after": "60s"},
     }
+    if speculative is not None:
+        one["decode"]["speculative"] = speculative
     return cl.Cluster(**cl.merged(one, changes))
 
 
@@ -75,6 +80,15 @@ def test_any_split_gives_the_references_tokens(model, want, prefill, decode):
                 assert f'rank={rank} of={ranks} backend="cuda-emu emulated sm_90 ({rank})"' in log, log
             assert f"pieces={ranks}" in log, "its pool is not in pieces"
         cl.wait_until(lambda: one.metric("kvferry_shipped_bytes_total") > 0, 20, "nothing was shipped")
+
+
+@pytest.mark.parametrize("decode", [1, 2] if FULL else [2])
+def test_drafts_change_no_token(model, want, decode):
+    """By the same model: what it drafts it draws as well, so that steps of several rows a sequence decide the answer."""
+    speculative = {"method": "draft_model", "draft_model": model, "adaptive": False, "draft_tokens": 2}
+    with ranks_cluster(model, 1, decode, speculative=speculative) as one:
+        assert answers(one) == want
+        cl.wait_until(lambda: one.metric("kvferry_spec_accepted_tokens_total") > 0, 5 * cl.SLOW, "no draft was accepted")
 
 
 @pytest.mark.skipif(not FULL, reason="with --full: the other ways that a pool's blocks may go")
@@ -134,6 +148,20 @@ def test_more_ranks_than_devices_are_refused_with_the_reason(model):
         status, _, err = folder.kvferry("up", "-f", folder.file, "--detach")
         assert status == 1
         lines = [line for line in err.splitlines() if "cuda-emu: 4 ranks need a device each, from 6 on, and there are 8" in line]
+        assert len(lines) == 1 and "decode-0 ended" in lines[0], err
+        folder.assert_no_process()
+    finally:
+        folder.remove()
+
+
+def test_weights_that_no_kernel_reads_are_refused_with_the_tensor(tmp_path):
+    path = make(tmp_path / "q4_k.gguf", "--q4-k")
+    folder = cl.Folder(model={"path": path, "context": 128}, prefill={"device": "cpu"}, decode={"device": "cuda-emu"})
+    try:
+        status, _, err = folder.kvferry("up", "-f", folder.file, "--detach")
+        assert status == 1
+        why = f"cuda: no kernels for the weight format path={path} tensor=blk.0.ffn_down.weight format=Q4_K"
+        lines = [line for line in err.splitlines() if why in line]
         assert len(lines) == 1 and "decode-0 ended" in lines[0], err
         folder.assert_no_process()
     finally:

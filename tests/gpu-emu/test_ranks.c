@@ -33,14 +33,14 @@
 #define BLOCKS    8
 #define VOCAB     151
 #define RANKS_MAX 4
-#define SOON_NS   (5 * PD_NS_PER_S)
+#define SOON_NS   (30 * PD_NS_PER_S) /* also where many share the cores */
 /* of a gather through memory, so that most take several */
 #define PART_BYTES 4096
 /* how long a rank is held back, unless what it would have to be waited for has happened before */
 #define HOLD_MS 300
 
 /* four KV heads and whole 32-blocks of ffn for each, so that it splits over 2 and 4 ranks; three
- * layers in groups of two */
+ * layers in groups of two; the text's last token is the context's last */
 static const tiny_shape shape = {.hidden = 128,
                                  .heads = 8,
                                  .kv_heads = 4,
@@ -48,7 +48,7 @@ static const tiny_shape shape = {.hidden = 128,
                                  .ffn = 256,
                                  .layers = 3,
                                  .vocab = VOCAB,
-                                 .context = 64,
+                                 .context = TOKENS,
                                  .embedding = PD_Q8_0,
                                  .query = PD_Q4_1,
                                  .key = PD_Q4_1,
@@ -452,6 +452,52 @@ static void a_rank_that_fails_tells_all(void **state)
     run_case(4, false, the_last_rank_fails);
 }
 
+/* Its memory runs out, say: its device is well, the others' steps wait for its part of a sum. A
+ * step that one rank has not done is done by none, and no later one may go on without it. */
+static void a_ranks_step_fails(rank_process *process, uint32_t failing)
+{
+    member m = join(process);
+    uint64_t start_ns = pd_clock_now_ns();
+    uint32_t token = 99;
+    char number[16];
+
+    if (!gpu_info_of(cu_model_gpu(m.model))->emulated) {
+        leave(&m); /* a step on a device takes no memory of the host's, which could be refused */
+        return;
+    }
+    if (m.rank == failing)
+        pd_mem_fail_at(0);
+    pd_status status = step(&m, 0, CHUNK, false, NULL, &token);
+    pd_mem_fail_at(-1);
+    NEED(status == (m.rank == failing ? PD_E_NOMEM : PD_E_INTERNAL) && token == 99);
+    NEED(pd_clock_now_ns() - start_ns < SOON_NS);
+    NEED(gpu_broken(cu_model_gpu(m.model)) == NULL);
+    const char *why = cu_model_broken(m.model); /* the worker ends with it */
+    snprintf(number, sizeof number, "rank %u: ", failing);
+    NEED(why != NULL && strncmp(why, number, strlen(number)) == 0);
+    NEED(step(&m, 0, CHUNK, false, NULL, &token) == PD_E_INTERNAL && token == 99);
+    leave(&m);
+}
+
+static void the_first_ranks_step_fails(rank_process *process)
+{
+    a_ranks_step_fails(process, 0);
+}
+
+static void the_last_ranks_step_fails(rank_process *process)
+{
+    a_ranks_step_fails(process, process->ranks - 1);
+}
+
+static void a_step_that_one_rank_fails_is_failed_by_all_for_good(void **state)
+{
+    (void)state;
+    for (uint32_t ranks = 2; ranks <= RANKS_MAX; ranks *= 2) {
+        run_case(ranks, false, the_first_ranks_step_fails);
+        run_case(ranks, false, the_last_ranks_step_fails);
+    }
+}
+
 /* ---- */
 
 static int set_up(void **state)
@@ -486,6 +532,7 @@ int main(void)
         cmocka_unit_test(any_number_of_ranks_gives_the_same_bits),
         cmocka_unit_test(a_rank_that_is_killed_leaves_nobody_waiting),
         cmocka_unit_test(a_rank_that_fails_tells_all),
+        cmocka_unit_test(a_step_that_one_rank_fails_is_failed_by_all_for_good),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

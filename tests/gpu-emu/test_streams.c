@@ -59,6 +59,7 @@ static uint32_t pipe_run(device *d, struct pipe *p, bool waits)
         assert_int_equal(gpu_stream_wait_event(p->other, p->summed), PD_OK);
     assert_int_equal(gpu_copy(p->other, p->kept, p->total, sizeof kept), PD_OK);
     assert_int_equal(gpu_copy_out(p->other, &kept, p->kept, sizeof kept), PD_OK);
+    assert_int_equal(gpu_stream_wait(p->other), PD_OK);
     return kept;
 }
 
@@ -126,6 +127,49 @@ static void host_memory_may_be_used_again_at_once_unless_it_is_pinned(void **sta
     assert_int_equal(back, 8);
     gpu_host_free(d->gpu, pinned);
     device_clear(d);
+}
+
+/* Nobody may rely on a copy to memory that is not pinned to have arrived: sometimes it has not. */
+static void host_memory_has_arrived_when_its_stream_was_awaited(void **state)
+{
+    device *d = *state;
+    uint32_t value = 5, back = 0;
+
+    late(1);
+    uint32_t *memory = device_upload(d, &value, sizeof value);
+    assert_int_equal(gpu_copy_out(d->stream, &back, memory, sizeof back), PD_OK);
+    assert_int_equal(back, 0);
+    assert_int_equal(gpu_stream_wait(d->stream), PD_OK);
+    assert_int_equal(back, 5);
+    device_clear(d);
+}
+
+/* It is not waited for, so that what it was told may come after what others do. */
+static void a_stream_that_is_destroyed_does_what_it_was_told(void **state)
+{
+    device *d = *state;
+    unsigned before = 0, after = 0;
+
+    for (uint64_t seed = 0; seed < 16; seed++) {
+        gpu_stream *other = NULL;
+        uint32_t value = 5, back = 0;
+        late(seed);
+        uint32_t *memory = device_upload(d, &value, sizeof value);
+        assert_int_equal(gpu_stream_create(d->gpu, &other), PD_OK);
+        assert_int_equal(gpu_fill(other, memory, 0, sizeof value), PD_OK);
+        gpu_stream_destroy(other);
+        device_download(d, &back, memory, sizeof back);
+        assert_true(back == 5 || back == 0);
+        before += back == 0;
+        after += back == 5;
+        void *freed = NULL; /* freeing waits for all */
+        assert_int_equal(gpu_alloc(d->gpu, 4, &freed), PD_OK);
+        gpu_free(d->gpu, freed);
+        device_download(d, &back, memory, sizeof back);
+        assert_int_equal(back, 0);
+        device_clear(d);
+    }
+    assert_true(before >= 2 && after >= 2);
 }
 
 static void count(void *ctx)
@@ -213,7 +257,8 @@ static int other_process(const char *hex)
     if (gpu_import(g, handle, 1 << 20, &memory) == PD_OK) /* more than there is */
         return 1;
     if (gpu_import(g, handle, 4096, &memory) == PD_OK &&
-        gpu_copy_out(stream, &word, memory, sizeof word) == PD_OK && word == 41) {
+        gpu_copy_out(stream, &word, memory, sizeof word) == PD_OK &&
+        gpu_stream_wait(stream) == PD_OK && word == 41) {
         word++;
         if (gpu_copy_in(stream, memory, &word, sizeof word) == PD_OK &&
             gpu_stream_wait(stream) == PD_OK)
@@ -280,6 +325,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_missing_event_wait_is_found),
         cmocka_unit_test(who_only_polls_gets_there),
         cmocka_unit_test(host_memory_may_be_used_again_at_once_unless_it_is_pinned),
+        cmocka_unit_test(host_memory_has_arrived_when_its_stream_was_awaited),
+        cmocka_unit_test(a_stream_that_is_destroyed_does_what_it_was_told),
         cmocka_unit_test(a_graph_does_again_what_was_recorded),
         cmocka_unit_test(a_broken_device_says_so_to_everyone),
         cmocka_unit_test(copies_stay_within_their_memory),

@@ -7,8 +7,8 @@
 The tokenizer and chat template are those of another GGUF file, byte for byte, so that the whole of a
 cluster runs with it; or, with --vocab, one token a byte, and names for the rest. Matrices are in the
 formats there are kernels for: Q8_0 (embedding, query, key, value), Q4_1 (attention output, down) and
-Q4_0 (gate, up); with --bf16, those of every second layer and a head of its own are BF16. The same
-options give the same bytes. What it says is nonsense, but no constant: weights are as large as a
+Q4_0 (gate, up); with --bf16, those of every second layer and a head of its own are BF16; with --q4-k,
+down is Q4_K, which only CPUs have kernels for. The same options give the same bytes. What it says is nonsense, but no constant: weights are as large as a
 trained model's.
 """
 
@@ -19,8 +19,8 @@ import struct
 
 from gguf_file import ARRAY, STRING, Reader, string
 
-F32, Q4_0, Q4_1, Q8_0, BF16 = 0, 2, 3, 8, 30
-BLOCK = 32
+F32, Q4_0, Q4_1, Q8_0, Q4_K, BF16 = 0, 2, 3, 8, 12, 30
+BLOCK, Q4_K_BLOCK = 32, 256
 QUANT_BYTES = {Q4_0: 16, Q4_1: 16, Q8_0: 32}
 ALIGN = 32
 U32, REAL = 4, 6
@@ -81,10 +81,19 @@ def bf16_matrix(rng, rows, cols):
     return bytes(data)
 
 
+def q4_k_matrix(rng, rows, cols):
+    """Two scales a block of 256, eight times 6 bits for either, 256 nibbles."""
+    scale = 1 / 4.6 / 32 / cols**0.5  # 6 bits are 32 on average
+    head = struct.pack("<ee", scale, 7.5 * scale)
+    return b"".join(head + rng.randbytes(12 + Q4_K_BLOCK // 2) for _ in range(rows * cols // Q4_K_BLOCK))
+
+
 def matrix(rng, kind, rows, cols):
     """Random blocks, weights of standard deviation about 1 / sqrt(cols), a scale of its own each."""
     if kind == BF16:
         return bf16_matrix(rng, rows, cols)
+    if kind == Q4_K:
+        return q4_k_matrix(rng, rows, cols)
     size = QUANT_BYTES[kind]
     spread = 73.9 if kind == Q8_0 else 4.6  # of a uniform int8, of a uniform nibble
     scales = []
@@ -117,7 +126,7 @@ def tensors(o, vocab):
             ("ffn_norm", F32, o.hidden, 1),
             ("ffn_gate", Q4_0, o.hidden, o.ffn),
             ("ffn_up", Q4_0, o.hidden, o.ffn),
-            ("ffn_down", Q4_1, o.ffn, o.hidden),
+            ("ffn_down", Q4_K if o.q4_k else Q4_1, o.ffn, o.hidden),
         ):
             kind = BF16 if o.bf16 and layer % 2 == 1 and kind != F32 else kind
             yield f"blk.{layer}.{name}.weight", kind, cols, rows
@@ -170,6 +179,7 @@ def main():
     parser.add_argument("--tokenizer", help="a GGUF file to take the tokenizer from")
     parser.add_argument("--vocab", type=int, help="in place of --tokenizer: so many tokens, at least 257")
     parser.add_argument("--bf16", action="store_true", help="every second layer and the head in BF16")
+    parser.add_argument("--q4-k", action="store_true", help="down in Q4_K")
     parser.add_argument("--out", required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
@@ -182,6 +192,8 @@ def main():
     o = parser.parse_args()
     if o.hidden % BLOCK or o.ffn % BLOCK or o.heads * o.head_dim % BLOCK:
         parser.error("hidden, ffn and heads times head-dim are multiples of 32")
+    if o.q4_k and o.ffn % Q4_K_BLOCK:
+        parser.error("with --q4-k, ffn is a multiple of 256")
     if (o.tokenizer is None) == (o.vocab is None) or (o.vocab is not None and o.vocab < 257):
         parser.error("either --tokenizer, or --vocab of at least 257")
     if o.heads % o.kv_heads:

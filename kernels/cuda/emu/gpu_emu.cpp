@@ -72,6 +72,7 @@ void gpu_close(gpu *g)
     if (g == NULL)
         return;
     pd_assert(g->streams == 0);
+    emu_queue_drain(g); /* what ended streams were told */
     emu_memory_lock();
     emu_memory_destroy(g->memory);
     emu_memory_unlock();

@@ -41,6 +41,7 @@ struct gpu_stream {
     uint32_t priority;
     uint64_t turn; /* the latest */
     bool running;
+    bool ended; /* nobody's any more: gone when it has done what it was told */
 };
 
 struct gpu_event {
@@ -413,12 +414,35 @@ static void wait_for(const gpu_stream *stream, const gpu_event *event, uint64_t 
     *at = w.next;
 }
 
+static bool is_awaited(const gpu_stream *s)
+{
+    const waiter *w = q.waiters;
+
+    while (w != NULL && w->stream != s)
+        w = w->next;
+    return w != NULL;
+}
+
+/* Frees ended streams with nothing left to do. */
+static void reap(void)
+{
+    for (gpu_stream **at = &q.streams; *at != NULL;) {
+        gpu_stream *s = *at;
+        if (s->ended && s->first == NULL && !is_awaited(s)) {
+            *at = s->next;
+            pd_free(s);
+        } else
+            at = &s->next;
+    }
+}
+
 void emu_queue_drain(gpu *g)
 {
     pthread_mutex_lock(&q.lock);
     for (gpu_stream *s = q.streams; s != NULL; s = s->next)
         if (s->g == g)
             wait_for(s, NULL, s->queued);
+    reap();
     pthread_mutex_unlock(&q.lock);
 }
 
@@ -509,21 +533,18 @@ pd_status gpu_stream_create(gpu *g, gpu_stream **stream_out)
     return PD_OK;
 }
 
+/* As cudaStreamDestroy, it does not wait: what is queued runs some time. */
 void gpu_stream_destroy(gpu_stream *stream)
 {
-    gpu_stream **at = &q.streams;
-
     if (stream == NULL)
         return;
     gpu_graph_destroy(stream->recording);
     pthread_mutex_lock(&q.lock);
-    wait_for(stream, NULL, stream->queued);
-    while (*at != stream)
-        at = &(*at)->next;
-    *at = stream->next;
+    stream->recording = NULL;
+    stream->ended = true;
     stream->g->streams--;
+    reap();
     pthread_mutex_unlock(&q.lock);
-    pd_free(stream);
 }
 
 static pd_status recording_refused(gpu_stream *stream, const char *what)
@@ -642,6 +663,14 @@ pd_status gpu_event_ms(gpu_event *from, gpu_event *to, float *ms_out)
 
 /* --- copies --- */
 
+static bool is_late(void)
+{
+    pthread_mutex_lock(&q.lock);
+    bool late = q.late;
+    pthread_mutex_unlock(&q.lock);
+    return late;
+}
+
 static bool pinned(const void *at, uint64_t bytes)
 {
     emu_memory_lock();
@@ -663,6 +692,8 @@ pd_status gpu_copy_in(gpu_stream *stream, void *device, const void *host, uint64
     return queue(stream, &like, host, staged ? bytes : 0);
 }
 
+/* Into memory that is not pinned it blocks, early; late it does not, for gpu.h does not promise it.
+ */
 pd_status gpu_copy_out(gpu_stream *stream, void *host, const void *device, uint64_t bytes)
 {
     item like = {};
@@ -673,7 +704,7 @@ pd_status gpu_copy_out(gpu_stream *stream, void *host, const void *device, uint6
     like.from = device;
     like.bytes = bytes;
     pd_status status = queue(stream, &like, NULL, 0);
-    if (status == PD_OK && stream->recording == NULL && !pinned(host, bytes))
+    if (status == PD_OK && stream->recording == NULL && !is_late() && !pinned(host, bytes))
         status = gpu_stream_wait(stream);
     return status;
 }
