@@ -655,7 +655,8 @@ static void on_beat(void *ctx)
 {
     worker *w = ctx;
 
-    if (w->router != 0)
+    /* After BYE it would come from a worker that the router has given up, and be refused. */
+    if (w->router != 0 && !w->leaving)
         say_heartbeat(w);
     pd_loop_timer_arm(w->beat_timer, pd_clock_now_ns() + w->beat_ns);
 }

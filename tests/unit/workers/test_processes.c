@@ -225,6 +225,7 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
             assert_int_equal(pd_bus_send(t.bus, from, &beat), PD_OK);
             break;
         }
+        assert_false(sender(from)->said_bye); /* its last word */
         sender(from)->beat = message->heartbeat;
         sender(from)->beats++;
         break;
