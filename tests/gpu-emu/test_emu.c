@@ -15,6 +15,13 @@
 #define PAGES 11
 #define COUNT 600
 
+/* False: what was queued before it failed, or the copy did. */
+static bool read_back(device *d, void *host, const void *memory, size_t bytes)
+{
+    return gpu_copy_out(d->stream, host, memory, bytes) == PD_OK &&
+           gpu_stream_wait(d->stream) == PD_OK;
+}
+
 /* Each runs a plant once and tells whether the numbers are right; what the emulator found is
  * emu_found(). */
 static bool run_reverse(device *d, int plant)
@@ -27,7 +34,7 @@ static bool run_reverse(device *d, int plant)
     const float *from = device_upload(d, in, sizeof in);
     float *to = device_space(d, sizeof out);
     if (planted_reverse(d->stream, plant, 384, from, to) != PD_OK ||
-        gpu_copy_out(d->stream, out, to, sizeof out) != PD_OK)
+        !read_back(d, out, to, sizeof out))
         return false;
     for (int i = 0; i < 384; i++)
         right = right && out[i] == in[i / 128 * 128 + 127 - i % 128];
@@ -46,8 +53,7 @@ static bool run_gemm(device *d, int plant)
     }
     const uint16_t *da = device_upload(d, a, sizeof a), *db = device_upload(d, b, sizeof b);
     float *dc = device_space(d, sizeof c);
-    if (planted_gemm(d->stream, plant, da, db, dc) != PD_OK ||
-        gpu_copy_out(d->stream, c, dc, sizeof c) != PD_OK)
+    if (planted_gemm(d->stream, plant, da, db, dc) != PD_OK || !read_back(d, c, dc, sizeof c))
         return false;
     for (int row = 0; row < 64; row++)
         for (int n = 0; n < 64; n++) {
@@ -74,8 +80,7 @@ static bool run_warps(device *d, int plant)
         in[i] = (float)(i * i);
     const float *from = device_upload(d, in, sizeof in);
     float *to = device_space(d, sizeof out);
-    if (planted_warps(d->stream, plant, from, to) != PD_OK ||
-        gpu_copy_out(d->stream, out, to, sizeof out) != PD_OK)
+    if (planted_warps(d->stream, plant, from, to) != PD_OK || !read_back(d, out, to, sizeof out))
         return false;
     for (int warp = 0; warp < 4; warp++) {
         float sum = 0;
@@ -97,7 +102,7 @@ static bool run_ring(device *d, int plant)
     const float *from = device_upload(d, in, sizeof in);
     float *to = device_space(d, sizeof out);
     if (planted_ring(d->stream, plant, PAGES, from, to) != PD_OK ||
-        gpu_copy_out(d->stream, out, to, sizeof out) != PD_OK)
+        !read_back(d, out, to, sizeof out))
         return false;
     for (int i = 0; i < 256; i++) {
         float sum = 0;
@@ -117,7 +122,7 @@ static bool run_total(device *d, int plant)
     const uint32_t *from = device_upload(d, in, sizeof in);
     uint32_t *to = device_upload(d, &total, sizeof total);
     return planted_total(d->stream, plant, COUNT, from, to) == PD_OK &&
-           gpu_copy_out(d->stream, &total, to, sizeof total) == PD_OK && total == sum;
+           read_back(d, &total, to, sizeof total) && total == sum;
 }
 
 static const struct kind {
