@@ -38,7 +38,7 @@ def options(parser):
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=8, help="of the draft model, made of the model's own")
+    parser.add_argument("--layers", type=int, default=2, help="of the draft model, made of the model's own")
     parser.add_argument("--shorter", action="store_true", help="a draft model of the model's own layers and nothing fitted")
     parser.add_argument("--draft", help="a draft model that is there already: a GGUF file")
     parser.add_argument("--kinds", default="", help="of text: quotes, records, story")

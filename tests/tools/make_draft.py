@@ -197,8 +197,8 @@ def main():
     parser.add_argument("source")
     parser.add_argument("to")
     parser.add_argument("--texts", required=True)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--ridge", type=float, default=1e-2, help="of the mean of the source's squares")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--ridge", type=float, default=1e-4, help="of the mean of the source's squares")
     o = parser.parse_args()
     model = Model(o.source)
     with open(o.texts, encoding="utf-8") as file:
