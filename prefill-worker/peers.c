@@ -79,8 +79,8 @@ void prefill_peers_up(pd_role_core *core, uint64_t router, const pd_msg_peer_up 
         return;
     }
     pd_link *older = pd_links_by_name(&core->links, peer->name);
-    if (older != NULL)
-        drop_link(core, older, "the decode worker was restarted", now_ns);
+    if (older != NULL) /* of two routers one may be late, and believe in the older */
+        prefill_peers_drop(core, older, "the decode worker was restarted", now_ns);
     link = pd_links_add(&core->links, peer);
     if (link == NULL) {
         pd_log_warn("msg=\"no place for a link\" peer=%s address_bytes=%zu", peer->name,
@@ -94,8 +94,8 @@ void prefill_peers_gone(pd_role_core *core, const pd_msg_peer_gone *peer, uint64
 {
     pd_link *link = pd_links_by_incarnation(&core->links, peer->incarnation);
 
-    if (link != NULL)
-        drop_link(core, link, "the decode worker is gone", now_ns);
+    if (link != NULL) /* another router may have it still, and offers it again */
+        prefill_peers_drop(core, link, "the decode worker is gone", now_ns);
     prefill_pull_source_gone(&core->pulls, peer->incarnation, !peer->may_write);
 }
 

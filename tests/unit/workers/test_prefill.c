@@ -703,6 +703,37 @@ static void what_was_sent_to_a_receiver_that_was_given_up_may_land_until_it_has_
     world_destroy(w);
 }
 
+/* A router that is late believes in an older process of the same name, or has given up one that
+ * another router has still: that one must hear that its link is gone, to offer it again. */
+static void a_link_that_one_router_ends_is_told_to_all(void **state)
+{
+    (void)state;
+    for (int replaced = 0; replaced < 2; replaced++) {
+        world *w = world_create(&(world_setup){.seed = 1});
+        uint64_t receiver = w->decode.options.incarnation;
+        pd_message message = {.kind = PD_MSG_PEER_GONE};
+
+        w->letters_count = 0;
+        message.peer_gone.incarnation = receiver;
+        message.peer_gone.may_write = true;
+        if (replaced) {
+            w->decode.options.incarnation = receiver + 1; /* whom the router names now */
+            world_say_peer_up(w);
+            w->decode.options.incarnation = receiver;
+        } else {
+            world_to(w, &w->prefill, &message);
+        }
+        assert_true(w->letters_count > 0);
+        const pd_msg_link *link = &w->letters[0].message.link;
+        assert_int_equal(w->letters[0].message.kind, PD_MSG_LINK);
+        assert_string_equal(link->peer, "decode-0");
+        assert_int_equal(link->peer_incarnation, receiver);
+        assert_false(link->up);
+        w->letters_count = 0;
+        world_destroy(w);
+    }
+}
+
 /* Whoever has a notice that says "again" takes it for the last writing. */
 static void the_first_writing_never_says_that_it_is_the_second(void **state)
 {
@@ -861,6 +892,7 @@ int main(void)
         cmocka_unit_test(a_failed_write_ends_its_request_after_the_link),
         cmocka_unit_test(who_asks_is_told_apart_from_the_dead),
         cmocka_unit_test(a_cancelled_shipment_waits_for_its_closing_link),
+        cmocka_unit_test(a_link_that_one_router_ends_is_told_to_all),
         cmocka_unit_test(a_link_lost_before_the_first_block_leaves_nothing_to_land),
         cmocka_unit_test(blocks_a_decode_worker_holds_are_not_shipped),
         cmocka_unit_test(the_time_on_the_wire_of_every_write_is_reported),
