@@ -346,9 +346,58 @@ static void the_dead_take_no_place_of_the_living(void **state)
     teardown(b);
 }
 
+/* Of what an open link may write for ever no word is believed, however many others were owed since.
+ * A router asks for the word again and again. */
+static void what_may_land_for_ever_is_never_said_to_have_ended(void **state)
+{
+    (void)state;
+    enum { MANY = 3 * PD_LAST_WORDS_OWED_MAX };
+    for (uint64_t others = 1; others <= MANY; others += MANY - 1) {
+        bench *b = setup();
+        pd_request_key never = key_of(1), another = key_of(2);
+
+        pd_last_words_never(&b->words, RECEIVER, &never);
+        for (uint64_t i = 0; i < MANY; i++) { /* of one that died elsewhere, or of many */
+            pd_request_key key = key_of(100 + i);
+            pd_last_words_owe(&b->words, 5000 + i % others, &key, false);
+        }
+        const pd_link *link = link_up(b, RECEIVER);
+        pd_last_words_pay(&b->words, link);
+        pd_last_words_everywhere(&b->words, &never);
+        pd_last_words_abort(&b->words, link, &never);
+        assert_int_equal(b->said, 0);
+        pd_last_words_abort(&b->words, link, &another);
+        assert_int_equal(b->said, 1);
+        teardown(b);
+    }
+}
+
+/* So it is where even those have no place: then nothing at all is said to their receivers. */
+static void more_that_may_land_for_ever_than_there_are_places_are_not_said_either(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key never = key_of(1);
+
+    pd_last_words_never(&b->words, RECEIVER, &never);
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        pd_request_key key = key_of(100 + i);
+        pd_last_words_never(&b->words, 5000, &key);
+    }
+    link_up(b, RECEIVER);
+    pd_last_words_everywhere(&b->words, &never);
+    assert_int_equal(b->said, 0);
+    const pd_link *other = link_up(b, OTHER);
+    pd_last_words_abort(&b->words, other, &never);
+    assert_int_equal(b->said, 1);
+    teardown(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_may_land_for_ever_is_never_said_to_have_ended),
+        cmocka_unit_test(more_that_may_land_for_ever_than_there_are_places_are_not_said_either),
         cmocka_unit_test(the_dead_elsewhere_make_nobody_mute),
         cmocka_unit_test(the_dead_take_no_place_of_the_living),
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),
