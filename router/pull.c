@@ -114,7 +114,7 @@ void router_pull_on_started(router_requests *t, router_request *r,
     r->pull.asked = r->pull.open = r->pull.holds = true;
 }
 
-/* Its copies may go, once it has said its last word and nobody waits for them. */
+/* All has landed: its copies may go, and no last word is needed. */
 static void release(router_requests *t, router_request *r)
 {
     pd_message message = {.kind = PD_MSG_RELEASE, .release = {.key = r->key}};
@@ -234,12 +234,13 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
     r->pull.may_land = done->may_land;
     if (done->status == PD_OK && done->ship_bytes > 0)
         pd_cost_observe_ship(&t->cost, done->ship_bytes, done->ship_ms);
+    /* One that is done when the prompt was computed meanwhile is not released: what it has sent may
+     * still land. Its deadline ends it, with the last word that the blocks' quarantine waits for;
+     * released, it would know nothing of them and say that nothing can land. */
     if (done->status != PD_OK) {
         r->pull.holds = false;
         if (r->prefill != ROUTER_NO_WORKER)
             end_pull(t, r, done->may_land, done->reason[0] == '\0' ? "it failed" : done->reason);
-    } else if (r->state != ROUTER_REQUEST_PREFILLING) {
-        release(t, r); /* it was computed meanwhile */
     }
     return true;
 }

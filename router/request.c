@@ -691,6 +691,7 @@ static void retry_lost(router_requests *t, router_request *r, const loss *lost, 
 static void prefill_gone(router_requests *t, router_request *r, const loss *lost, uint64_t now_ns)
 {
     router_request_discharge_prefill(t, r);
+    router_pull_left(t, r); /* it may be heard again, and still wait for what it pulled */
     r->writer_lost = r->writer_lost || r->prefill_open;
     r->prefill_open = r->prefill_holds = false;
     r->prefill = ROUTER_NO_WORKER;

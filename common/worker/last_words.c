@@ -53,6 +53,7 @@ static void forget(pd_last_words *words, uint32_t at)
     uint64_t receiver = words->owed[at].receiver;
     uint32_t i = 0;
 
+    words->never_forgotten = words->never_forgotten || words->owed[at].never;
     if (words->owed[at].empty || is_forgotten(words, receiver))
         return;
     pd_log_warn("msg=\"too many last words are owed: one is forgotten, its blocks stay "
@@ -111,13 +112,16 @@ typedef enum place_rank {
     PLACE_EMPTY,     /* on nothing: its receiver asks again */
     PLACE_FORGOTTEN, /* of its receiver one was forgotten already */
     PLACE_NO_LINK,   /* which the living mostly have */
-    PLACE_ANY,
+    PLACE_SAYABLE,   /* one day */
+    PLACE_ANY,       /* and nothing but that keeps its receiver from being told that it ended */
 } place_rank;
 
 static bool is_of_rank(const pd_last_words *words, uint32_t at, place_rank rank)
 {
     uint64_t receiver = words->owed[at].receiver;
 
+    if (receiver != 0 && words->owed[at].never)
+        return rank == PLACE_ANY;
     switch (rank) {
     case PLACE_FREE: return receiver == 0;
     case PLACE_EMPTY: return words->owed[at].empty;
@@ -157,7 +161,7 @@ static void put_owed(pd_last_words *words, uint64_t receiver, const pd_request_k
 /* A word would speak of what can never be said. */
 static bool silenced(const pd_last_words *words, uint64_t receiver, const pd_request_key *key)
 {
-    if (key->number == 0 && is_forgotten(words, receiver))
+    if ((key->number == 0 || words->never_forgotten) && is_forgotten(words, receiver))
         return true;
     for (uint32_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
         if (words->owed[i].receiver != receiver || !words->owed[i].never)

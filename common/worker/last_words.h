@@ -43,7 +43,8 @@ typedef struct pd_last_words {
      * which denies none of them, and of 10,000 takes one other in 800 for one. */
     uint64_t forgotten[PD_LAST_WORDS_FORGOTTEN_MAX];
     uint64_t forgotten_more[PD_LAST_WORDS_FORGOTTEN_BITS / 64];
-    bool forgotten_any; /* of those bits is set */
+    bool forgotten_any;   /* of those bits is set */
+    bool never_forgotten; /* one that can never be said: nothing is said to any of them any more */
     /* The latest: a link that broke may have lost them, and who asks for one hears that it is on
      * its way. Those on nothing apart, of which there may be many: said to more than who asks. */
     pd_last_word said[PD_LAST_WORDS_SAID_MAX], said_empty[PD_LAST_WORDS_SAID_EMPTY_MAX];
@@ -66,7 +67,8 @@ void pd_last_words_written(const pd_last_words *words, uint64_t link_tag, const 
 /* By the next link to that receiver, which may be up already. Too many: one is forgotten, which is
  * logged; its receiver keeps its blocks until one of the two has ended. That is one on nothing, or
  * else to a receiver of which one was forgotten before, or to one without a link, where there is
- * such a one: the dead take no place of the living. empty: nothing was written. */
+ * such a one: the dead take no place of the living. One that can never be said goes last of all.
+ * empty: nothing was written. */
 void pd_last_words_owe(pd_last_words *words, uint64_t receiver, const pd_request_key *key,
                        bool empty);
 /* The link that wrote could not be closed: what it has may land for ever, and no word of any link

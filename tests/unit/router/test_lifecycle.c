@@ -622,6 +622,8 @@ static void blocks_that_a_decode_worker_holds_are_fetched(void **state)
         assert_int_equal(prefill->last_prefill.pull_blocks, 19);
         /* on a busy host either end gets its turn late: what beats is waited for */
         assert_true(prefill->last_prefill.pull_ms >= 2 * f->config.heartbeat_ns / PD_NS_PER_MS);
+        /* for as long its source ships; then its last word comes */
+        assert_int_equal(decode->last_ship.deadline_ms, prefill->last_prefill.pull_ms);
         assert_int_equal(decode->last_ship.source_epoch, 0);
         assert_int_equal(decode->last_ship.hashes_count, 19);
         assert_int_equal(decode->last_ship.blocks_count, 19);

@@ -518,9 +518,70 @@ static void the_end_of_a_pull_that_came_wrong_twice_says_what_may_land(void **st
     world_free(w);
 }
 
+/* The source has heard of it, and is slow. */
+static void never_sent(world *w)
+{
+    fake_worker *source = &w->fake.workers[1];
+    for (int i = 0; i < 10000 && source->prefills == 0; i++)
+        fake_run(&w->fake, w->fake.now_ns + 1000);
+    assert_int_equal(source->prefills, 1);
+    source->prefills = 0;
+}
+
+/* The prompt was computed before its source was done, and what the source has sent may be seconds
+ * away: it is not told that nobody waits any more, as it would forget the shipment without a last
+ * word, and answer that nothing is under way. Its deadline ends it, with that word. */
+static void a_source_that_is_done_too_late_is_not_released_before_its_last_word(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = pulling(124, &a);
+    fake_worker *source = &w->fake.workers[1];
+
+    never_sent(w);
+    until_sent(w, PD_MSG_DECODE_START);
+    source->prefills = 1;
+    pull_done(w, 1, PD_OK, true, 0);
+    wait_ms(w, 5);
+    assert_int_equal(source->prefills, 1);
+    wait_ms(w, 2000);
+    assert_true(a->ends == 1 && a->next == a->max);
+    world_free(w);
+}
+
+/* The prefill worker was cut off and begins anew; what it pulled may still be on its way, and it is
+ * not told that nobody writes before the source has said so. */
+static void who_begins_anew_waits_for_what_it_pulled(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = pulling(125, &a);
+    fake_worker *prefill = &w->fake.workers[0];
+    const pd_request_key key = prefill->last_prefill.key;
+    pd_message done = {.kind = PD_MSG_SHIP_DONE,
+                       .ship_done = {.key = key, .status = PD_E_CANCELLED, .may_land = true}};
+
+    never_sent(w);
+    fake_new_session(&w->fake, 0);
+    prefill->quarantined = key;
+    wait_ms(w, 5);
+    leave(w, a);
+    say(w, 1, &done);
+    wait_ms(w, 20000); /* audits */
+    assert_int_not_equal(prefill->quarantined.number, 0);
+    done.ship_done.status = PD_E_NOT_FOUND;
+    done.ship_done.may_land = false;
+    say(w, 1, &done);
+    wait_ms(w, 5);
+    assert_int_equal(prefill->quarantined.number, 0);
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(who_begins_anew_waits_for_what_it_pulled),
+        cmocka_unit_test(a_source_that_is_done_too_late_is_not_released_before_its_last_word),
         cmocka_unit_test(the_end_of_a_pull_that_came_wrong_twice_says_what_may_land),
         cmocka_unit_test(where_a_move_fails_blocks_are_free_only_if_the_holder_writes_no_more),
         cmocka_unit_test(a_cancel_while_it_moves_waits_for_the_holders_last_word),

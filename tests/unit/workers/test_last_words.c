@@ -346,9 +346,99 @@ static void the_dead_take_no_place_of_the_living(void **state)
     teardown(b);
 }
 
+/* Of what an open link may write for ever no word is believed, however many others were owed since.
+ * A router asks for the word again and again. */
+static void what_may_land_for_ever_is_never_said_to_have_ended(void **state)
+{
+    (void)state;
+    enum { MANY = 3 * PD_LAST_WORDS_OWED_MAX };
+    for (uint64_t others = 1; others <= MANY; others += MANY - 1) {
+        bench *b = setup();
+        pd_request_key never = key_of(1), another = key_of(2);
+
+        pd_last_words_never(&b->words, RECEIVER, &never);
+        for (uint64_t i = 0; i < MANY; i++) { /* of one that died elsewhere, or of many */
+            pd_request_key key = key_of(100 + i);
+            pd_last_words_owe(&b->words, 5000 + i % others, &key, false);
+        }
+        const pd_link *link = link_up(b, RECEIVER);
+        pd_last_words_pay(&b->words, link);
+        pd_last_words_everywhere(&b->words, &never);
+        pd_last_words_abort(&b->words, link, &never);
+        assert_int_equal(b->said, 0);
+        pd_last_words_abort(&b->words, link, &another);
+        assert_int_equal(b->said, 1);
+        teardown(b);
+    }
+}
+
+/* So it is where even those have no place: then nothing at all is said to their receivers. */
+static void more_that_may_land_for_ever_than_there_are_places_are_not_said_either(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key never = key_of(1);
+
+    pd_last_words_never(&b->words, RECEIVER, &never);
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX; i++) {
+        pd_request_key key = key_of(100 + i);
+        pd_last_words_never(&b->words, 5000, &key);
+    }
+    link_up(b, RECEIVER);
+    pd_last_words_everywhere(&b->words, &never);
+    assert_int_equal(b->said, 0);
+    const pd_link *other = link_up(b, OTHER);
+    pd_last_words_abort(&b->words, other, &never);
+    assert_int_equal(b->said, 1);
+    teardown(b);
+}
+
+/* Whose word was forgotten loses another one before anybody else loses the first, also an older. */
+static void who_was_forgotten_is_forgotten_before_others(void **state)
+{
+    (void)state;
+    bench *b = setup();
+    pd_request_key first = key_of(1), second = key_of(2), unknown = key_of(7);
+
+    pd_last_words_owe(&b->words, 5000, &first, false);
+    pd_last_words_owe(&b->words, 5001, &second, false);
+    for (uint64_t i = 0; i < 2 * PD_LAST_WORDS_OWED_MAX; i++) {
+        pd_request_key key = key_of(100 + i);
+        pd_last_words_owe(&b->words, 5000, &key, false);
+    }
+    assert_true(pd_last_words_owes(&b->words, &unknown, 5000));
+    assert_false(pd_last_words_owes(&b->words, &unknown, 5001));
+    teardown(b);
+}
+
+/* Those in the list have ended, those in the filter may wait: who does not say who asks may be one
+ * of them. */
+static void who_asks_without_a_name_may_be_any_that_was_forgotten(void **state)
+{
+    (void)state;
+    enum { DEAD = PD_LAST_WORDS_FORGOTTEN_MAX + 10, FIRST = 1000000 };
+    bench *b = setup();
+    pd_request_key unknown = key_of(7);
+
+    for (uint64_t i = 0; i < PD_LAST_WORDS_OWED_MAX + DEAD; i++) {
+        pd_request_key key = key_of(100 + i);
+        pd_last_words_owe(&b->words, FIRST + i, &key, false);
+    }
+    for (uint64_t i = 0; i < PD_LAST_WORDS_FORGOTTEN_MAX; i++)
+        pd_last_words_dead(&b->words, FIRST + i);
+    assert_false(pd_last_words_owes(&b->words, &unknown, FIRST));
+    assert_true(pd_last_words_owes(&b->words, &unknown, FIRST + DEAD - 1));
+    assert_true(pd_last_words_owes(&b->words, &unknown, 0));
+    teardown(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(who_was_forgotten_is_forgotten_before_others),
+        cmocka_unit_test(who_asks_without_a_name_may_be_any_that_was_forgotten),
+        cmocka_unit_test(what_may_land_for_ever_is_never_said_to_have_ended),
+        cmocka_unit_test(more_that_may_land_for_ever_than_there_are_places_are_not_said_either),
         cmocka_unit_test(the_dead_elsewhere_make_nobody_mute),
         cmocka_unit_test(the_dead_take_no_place_of_the_living),
         cmocka_unit_test(what_the_carrier_has_no_room_for_is_said_later),

@@ -316,7 +316,7 @@ static void write_deployment(const char *transport, const char *more)
             "prefill: { threads: 1, chunk_tokens: 64 }\n"
             "decode: { threads: 1, max_batch: 8 }\n"
             "kv: { memory: 48MiB }\n"
-            "heartbeat: { interval: 100ms, lost_after: 1s }\n"
+            "heartbeat: { interval: 10ms, lost_after: 1s }\n" /* below a tick */
             "transfer: { transport: %s }\n%s",
             dir, model_path, dir, dir, dir, transport, more);
     fclose(file);

@@ -303,6 +303,26 @@ static void a_cancel_leaves_nothing_but_what_may_be_written(void **state)
     world_destroy(p.w);
 }
 
+/* By any router it may hear that its source writes nothing; of another one that says nothing. */
+static void another_workers_word_is_no_word_of_the_source(void **state)
+{
+    (void)state;
+    pull p = begin(1000);
+    pd_message message = {.kind = PD_MSG_CANCEL,
+                          .cancel = {.key = p.r->key, .unwritten = true, .source = SOURCE + 1}};
+
+    world_cancel(p.w, p.r);
+    assert_int_equal(ledger(p.w).quarantined, PULLED);
+    world_to(p.w, &p.w->prefill, &message);
+    assert_int_equal(ledger(p.w).quarantined, PULLED);
+    message.cancel.source = SOURCE;
+    world_to(p.w, &p.w->prefill, &message);
+    assert_int_equal(ledger(p.w).quarantined, 0);
+    assert_true(world_settle(p.w));
+    world_check_nothing_held(p.w);
+    world_destroy(p.w);
+}
+
 /* ---- any order ---- */
 
 enum { WRITES_MAX = 4096 };
@@ -434,6 +454,7 @@ int main(void)
         cmocka_unit_test(a_bad_block_is_asked_for_once_more),
         cmocka_unit_test(without_its_source_a_prompt_is_computed),
         cmocka_unit_test(a_cancel_leaves_nothing_but_what_may_be_written),
+        cmocka_unit_test(another_workers_word_is_no_word_of_the_source),
         cmocka_unit_test(pulls_of_any_kind_leave_answers_right),
     };
 
