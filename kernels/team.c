@@ -91,12 +91,14 @@ static void open_gate(gate *g, unsigned number)
 
 void kern_team_barrier(kern_team *team)
 {
-    if (team->active == 1) {
+    /* Read before arriving: once all have arrived the owner may change it. */
+    const uint32_t active = team->active;
+    if (active == 1) {
         atomic_store_explicit(&team->next, 0, memory_order_relaxed);
         return;
     }
     unsigned number = atomic_load_explicit(&team->barrier.number, memory_order_relaxed);
-    if (atomic_fetch_add(&team->arrived, 1) + 1 < team->active) {
+    if (atomic_fetch_add(&team->arrived, 1) + 1 < active) {
         uint64_t slept_ns = wait_for_change(&team->barrier, number);
         if (slept_ns > 0)
             atomic_fetch_add_explicit(&team->slept_ns, slept_ns, memory_order_relaxed);
