@@ -225,25 +225,6 @@ typedef struct attention {
     uint32_t dim, positions;
 } attention;
 
-/* The number that a half holds; by the definition in kernels/kv_row.h. */
-static double number_at(const pd_kv_layout *layout, const uint8_t *half, uint32_t token, uint32_t d)
-{
-    const uint8_t *row = half + token * layout->token_bytes;
-    uint16_t f16;
-    float scale;
-
-    if (layout->dtype == PD_F16) {
-        memcpy(&f16, row + 2 * (size_t)d, sizeof f16);
-        return (double)kern_f16_to_f32(f16);
-    }
-    memcpy(&scale, half + layout->scales_at + token * sizeof scale, sizeof scale);
-    if (layout->dtype == PD_INT8)
-        return (double)scale * (int8_t)row[d];
-    int exponent = row[d] >> 3 & 15, fraction = row[d] & 7;
-    double magnitude = exponent == 0 ? ldexp(fraction, -9) : ldexp(8 + fraction, exponent - 10);
-    return (row[d] & 0x80 ? -1 : 1) * magnitude / 256 * (double)scale;
-}
-
 static attention attention_open(pd_dtype kv, uint32_t dim, uint32_t positions, bool ones)
 {
     pd_model_shape shape = {.layers = 1, .kv_heads = 1, .head_dim = dim};
@@ -269,7 +250,7 @@ static attention attention_open(pd_dtype kv, uint32_t dim, uint32_t positions, b
             row[d] = value && ones ? 1 : tiny_random(&seed) * (value ? 1 : 0.3f);
         kern_ops_at(0)->store_kv(&a.layout, row, token, half);
         for (uint32_t d = 0; d < dim; d++)
-            a.keys[(size_t)p * dim + d] = number_at(&a.layout, half, token, d);
+            a.keys[(size_t)p * dim + d] = tiny_kv_value(&a.layout, half, token, d);
     }
     return a;
 }
@@ -372,30 +353,6 @@ static void softmax_weights_add_up_to_one(void **state)
 #define TOKENS 280 /* more than a split */
 #define FEW    40
 
-static pd_model_file *open_model(pd_dtype format)
-{
-    tiny_shape shape = {.hidden = 256,
-                        .heads = 8,
-                        .kv_heads = 2,
-                        .head_dim = 32,
-                        .ffn = 256,
-                        .layers = 2,
-                        .vocab = TINY_VOCAB,
-                        .context = 1024,
-                        .from_floats = true,
-                        .embedding = format,
-                        .query = format,
-                        .key = format,
-                        .value = format,
-                        .output = format,
-                        .gate = format,
-                        .up = format,
-                        .down = format,
-                        .head = format};
-
-    return tiny_open_shape(&shape);
-}
-
 static void run_model(const pd_model_file *file, pd_dtype kv, const uint32_t *tokens,
                       uint32_t count, float *logits)
 {
@@ -442,7 +399,8 @@ static void models_are_accurate(void **state)
     for (uint32_t i = 0; i < TOKENS; i++)
         tokens[i] = (uint32_t)(pd_random_next(&seed) % TINY_VOCAB);
     for (size_t m = 0; m < MODELS; m++) {
-        pd_model_file *file = open_model(models[m].dtype);
+        tiny_shape shape = tiny_of_format(models[m].dtype);
+        pd_model_file *file = tiny_open_shape(&shape);
         uint32_t count = models[m].dtype == PD_F16 ? TOKENS : FEW;
         exact_logits(file, tokens, count, exact);
         for (size_t f = 0; f < 3; f++) {

@@ -45,25 +45,6 @@ static pd_kv_layout layout_of(pd_dtype dtype, uint32_t head_dim, uint32_t block_
     return layout;
 }
 
-/* The number that the half holds; by another way than the kernels'. */
-static double value_at(const pd_kv_layout *layout, const uint8_t *half, uint32_t token, uint32_t d)
-{
-    const uint8_t *row = half + token * layout->token_bytes;
-    uint16_t f16;
-    float scale;
-
-    if (layout->dtype == PD_F16) {
-        memcpy(&f16, row + 2 * (size_t)d, sizeof f16);
-        return (double)kern_f16_to_f32(f16);
-    }
-    memcpy(&scale, half + layout->scales_at + token * sizeof scale, sizeof scale);
-    if (layout->dtype == PD_INT8)
-        return (double)scale * (int8_t)row[d];
-    int exponent = row[d] >> 3 & 15, fraction = row[d] & 7;
-    double magnitude = exponent == 0 ? ldexp(fraction, -9) : ldexp(8 + fraction, exponent - 10);
-    return (row[d] & 0x80 ? -1 : 1) * magnitude / 256 * (double)scale;
-}
-
 static void e4m3_codes_are_the_nearest(void **state)
 {
     (void)state;
@@ -131,7 +112,7 @@ static void check_row(const pd_kv_layout *layout, const uint8_t *half, uint32_t 
     for (uint32_t d = 0; d < layout->head_dim; d++)
         largest = fmax(largest, fabs(clamped(x[d])));
     for (uint32_t d = 0; d < layout->head_dim; d++) {
-        double value = value_at(layout, half, token, d);
+        double value = tiny_kv_value(layout, half, token, d);
         if (kind == 9 && (layout->dtype != PD_F16 || isnan(x[d])))
             assert_true(isnan(value));
         else if (kind == 7 || (kind == 8 && layout->dtype != PD_F16))
@@ -272,7 +253,8 @@ static void attend_exactly(const attention_rig *r, const float *query, uint32_t 
     for (uint32_t j = 0; j <= position; j++) {
         p[j] = 0;
         for (uint32_t d = 0; d < dim; d++)
-            p[j] += (double)query[d] * value_at(&r->layout, half_of(r, j, 0), j % block_tokens, d) *
+            p[j] += (double)query[d] *
+                    tiny_kv_value(&r->layout, half_of(r, j, 0), j % block_tokens, d) *
                     (double)r->args.scale;
         largest = fmax(largest, p[j]);
     }
@@ -281,7 +263,7 @@ static void attend_exactly(const attention_rig *r, const float *query, uint32_t 
         sum += p[j] = exp(p[j] - largest);
     for (uint32_t j = 0; j <= position; j++)
         for (uint32_t d = 0; d < dim; d++)
-            out[d] += p[j] / sum * value_at(&r->layout, half_of(r, j, 1), j % block_tokens, d);
+            out[d] += p[j] / sum * tiny_kv_value(&r->layout, half_of(r, j, 1), j % block_tokens, d);
 }
 
 static void check_against_double(const attention_rig *r, const float *out)

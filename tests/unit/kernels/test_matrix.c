@@ -218,38 +218,14 @@ static void check_formats(const pd_model_file *file, pd_dtype format, pd_dtype k
         check_threads(&(cell){file, kern_ops_at(0), format, kv, .threads = 1}, 2);
 }
 
-/* Matrices of one format, of the least size that has whole blocks of 256. */
-static pd_model_file *open_model(pd_dtype format)
-{
-    tiny_shape shape = {.hidden = 256,
-                        .heads = 8,
-                        .kv_heads = 2, /* so output and down are sums of two segments */
-                        .head_dim = 32,
-                        .ffn = 256,
-                        .layers = 2,
-                        .vocab = TINY_VOCAB,
-                        .context = 1024,
-                        .from_floats = true,
-                        .embedding = format,
-                        .query = format,
-                        .key = format,
-                        .value = format,
-                        .output = format,
-                        .gate = format,
-                        .up = format,
-                        .down = format,
-                        .head = format};
-
-    return tiny_open_shape(&shape);
-}
-
 static void every_cell_is_the_reference(void **state)
 {
     uint32_t first = (uint32_t)(pd_random_next(&seed) % 3);
 
     (void)state;
     for (size_t f = 0; f < FORMATS; f++) {
-        pd_model_file *file = open_model(formats[f]);
+        tiny_shape shape = tiny_of_format(formats[f]);
+        pd_model_file *file = tiny_open_shape(&shape);
         for (uint32_t k = 0; k < (full ? KV_FORMATS : 1); k++)
             check_formats(file, formats[f], kv_formats[turn(&kvs)], first + (uint32_t)f);
         pd_model_file_close(file);

@@ -6,8 +6,10 @@
 #include "kernels/number.h"
 #include "tests/unit/kernels/quantise.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 const tiny_shape tiny_every_format = {
@@ -298,6 +300,28 @@ pd_model_file *tiny_open_shape(const tiny_shape *shape)
     return opened;
 }
 
+tiny_shape tiny_of_format(pd_dtype format)
+{
+    return (tiny_shape){.hidden = 256,
+                        .heads = 8,
+                        .kv_heads = 2,
+                        .head_dim = 32,
+                        .ffn = 256,
+                        .layers = 2,
+                        .vocab = TINY_VOCAB,
+                        .context = 1024,
+                        .from_floats = true,
+                        .embedding = format,
+                        .query = format,
+                        .key = format,
+                        .value = format,
+                        .output = format,
+                        .gate = format,
+                        .up = format,
+                        .down = format,
+                        .head = format};
+}
+
 pd_model_file *tiny_open_for_ranks(uint32_t kv_heads)
 {
     tiny_shape shape = tiny_every_format;
@@ -326,4 +350,22 @@ pd_kv_layout tiny_layout_of(const pd_model_file *file, uint32_t blocks, pd_dtype
     if (pd_kv_layout_make(pd_model_file_shape(file), &options, &layout) != PD_OK)
         abort();
     return layout;
+}
+
+double tiny_kv_value(const pd_kv_layout *layout, const uint8_t *half, uint32_t token, uint32_t d)
+{
+    const uint8_t *row = half + token * layout->token_bytes;
+    uint16_t f16;
+    float scale;
+
+    if (layout->dtype == PD_F16) {
+        memcpy(&f16, row + 2 * (size_t)d, sizeof f16);
+        return (double)kern_f16_to_f32(f16);
+    }
+    memcpy(&scale, half + layout->scales_at + token * sizeof scale, sizeof scale);
+    if (layout->dtype == PD_INT8)
+        return (double)scale * (int8_t)row[d];
+    int exponent = row[d] >> 3 & 15, fraction = row[d] & 7;
+    double magnitude = exponent == 0 ? ldexp(fraction, -9) : ldexp(8 + fraction, exponent - 10);
+    return (row[d] & 0x80 ? -1 : 1) * magnitude / 256 * (double)scale;
 }

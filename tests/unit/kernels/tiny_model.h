@@ -24,6 +24,9 @@ typedef struct tiny_shape {
     pd_dtype embedding, query, key, value, output, gate, up, down, head;
 } tiny_shape;
 extern const tiny_shape tiny_every_format;
+/* All matrices of one format, from floats, of the least size that has whole blocks of 256; output
+ * and down are sums of two segments. */
+tiny_shape tiny_of_format(pd_dtype format);
 
 /* The file alone; aborts on failure. */
 void tiny_write(const tiny_shape *shape, const char *path);
@@ -36,3 +39,6 @@ pd_model_file *tiny_open_for_ranks(uint32_t kv_heads);
 pd_kv_layout tiny_layout(const pd_model_file *file, uint32_t blocks);
 /* The same with KV in another format than f16. */
 pd_kv_layout tiny_layout_of(const pd_model_file *file, uint32_t blocks, pd_dtype dtype);
+/* The number at dimension d that a block's half holds for its token, in any format of KV; by the
+ * definition in kernels/kv_row.h, and by another way than the kernels'. */
+double tiny_kv_value(const pd_kv_layout *layout, const uint8_t *half, uint32_t token, uint32_t d);
