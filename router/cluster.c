@@ -14,6 +14,8 @@ enum { OWED_MAX = 4096, OFFER_AGAIN_MS = 1000 };
 #define LAST_WORDS_NS (10 * PD_NS_PER_MS)
 /* A worker that lives connects again within 100 ms, and its next heartbeat is on its way. */
 #define CUT_HEARTBEATS 2
+/* Of what has passed: two clocks drift apart by that much at most, each bent by NTP. */
+#define CLOCKS_DRIFT 1000
 
 pd_status router_cluster_create(const router_core_config *config, uint64_t router,
                                 const router_sink *sink, uint64_t now_ns,
@@ -101,13 +103,41 @@ static bool fits(const router_cluster *cluster, const pd_msg_hello *hello, char 
     return false;
 }
 
+/* ROUTER_DEAD_MAX: none of them. */
+static uint32_t find_ended(const router_cluster *cluster, uint64_t incarnation)
+{
+    uint32_t i = 0;
+    while (i < ROUTER_DEAD_MAX && cluster->ended[i].incarnation != incarnation)
+        i++;
+    return i;
+}
+
 bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation)
 {
-    for (uint32_t i = 0; i < ROUTER_DEAD_MAX; i++) {
-        if (cluster->dead[i] == incarnation)
-            return true;
+    return find_ended(cluster, incarnation) < ROUTER_DEAD_MAX;
+}
+
+bool router_cluster_outlived(const router_cluster *cluster, uint64_t incarnation, uint64_t clock_ns)
+{
+    uint32_t i = find_ended(cluster, incarnation);
+    const router_ended *of = &cluster->ended[i % ROUTER_DEAD_MAX];
+    return i < ROUTER_DEAD_MAX && !of->certain && of->clock_ns != 0 && clock_ns > of->clock_ns;
+}
+
+/* A message that took longer than another does not say what the worker's clock shows. */
+static void read_clock(router_worker *worker, uint64_t clock_ns, uint64_t now_ns)
+{
+    if (clock_ns == 0)
+        return;
+    uint64_t offset_ns = now_ns - clock_ns;
+    if (worker->clock_read_ns != 0) {
+        uint64_t before_ns =
+            worker->clock_offset_ns + (now_ns - worker->clock_read_ns) / CLOCKS_DRIFT;
+        if ((int64_t)(offset_ns - before_ns) > 0)
+            offset_ns = before_ns;
     }
-    return false;
+    worker->clock_offset_ns = offset_ns;
+    worker->clock_read_ns = now_ns;
 }
 
 static pd_status refuse(router_cluster *cluster, const char *from, const pd_msg_hello *hello,
@@ -208,6 +238,7 @@ static pd_status fill(router_worker *worker, const char *from, const pd_msg_hell
     worker->hello.rank_placements = worker->rank_placements;
     worker->heard_ns = now_ns;
     worker->used = true;
+    read_clock(worker, hello->clock_ns, now_ns);
     return PD_OK;
 }
 
@@ -234,6 +265,7 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
         if (other->hello.incarnation == hello->incarnation &&
             other->hello.role == hello->role) { /* it did not hear the welcome */
             other->heard_ns = now_ns;
+            read_clock(other, hello->clock_ns, now_ns);
             welcome(cluster, i, hello->session, false);
             *slot_out = i;
             return PD_OK;
@@ -271,16 +303,19 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
     return PD_OK;
 }
 
-void router_cluster_remove(router_cluster *cluster, uint32_t slot)
+void router_cluster_remove(router_cluster *cluster, uint32_t slot, uint64_t now_ns)
 {
     router_worker *worker = &cluster->workers[slot];
     pd_assert(worker->used);
     pd_message message = {.kind = PD_MSG_PEER_GONE};
     snprintf(message.peer_gone.name, sizeof message.peer_gone.name, "%s", worker->hello.name);
     message.peer_gone.incarnation = worker->hello.incarnation;
-    uint32_t dead = cluster->dead_next++ % ROUTER_DEAD_MAX;
-    cluster->dead[dead] = worker->hello.incarnation;
-    memcpy(cluster->dead_names[dead], worker->hello.name, sizeof cluster->dead_names[dead]);
+    router_ended *of = &cluster->ended[cluster->ended_next++ % ROUTER_DEAD_MAX];
+    *of = (router_ended){.incarnation = worker->hello.incarnation,
+                         .certain = worker->dead_ns != 0,
+                         .clock_ns =
+                             worker->clock_read_ns == 0 ? 0 : now_ns - worker->clock_offset_ns};
+    memcpy(of->name, worker->hello.name, sizeof of->name);
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         router_worker *other = &cluster->workers[i];
         if (i == slot || !other->used)
@@ -302,11 +337,8 @@ const char *router_cluster_name_of(const router_cluster *cluster, uint64_t incar
     *registered_out = slot != ROUTER_NO_WORKER;
     if (*registered_out)
         return cluster->workers[slot].hello.name;
-    for (uint32_t i = 0; i < ROUTER_DEAD_MAX; i++) {
-        if (cluster->dead[i] == incarnation && cluster->dead_names[i][0] != '\0')
-            return cluster->dead_names[i];
-    }
-    return NULL;
+    uint32_t i = find_ended(cluster, incarnation);
+    return i < ROUTER_DEAD_MAX && cluster->ended[i].name[0] != '\0' ? cluster->ended[i].name : NULL;
 }
 
 void router_cluster_tell_gone(router_cluster *cluster, uint32_t slot, uint64_t incarnation)
@@ -406,6 +438,7 @@ void router_cluster_report(router_cluster *cluster, uint32_t slot,
     if (!isfinite(worker->report.queue_ms) || worker->report.queue_ms < 0)
         worker->report.queue_ms = 0;
     worker->report_ns = now_ns == 0 ? 1 : now_ns;
+    read_clock(worker, heartbeat->clock_ns, now_ns);
     worker->sent_ms = 0; /* it knows of these by now; inflight_prefill_ms covers the flight */
     if (router_worker_ready(worker) != was_ready)
         pd_log_info("msg=\"worker %s\" worker=%s", was_ready ? "takes no new work" : "is ready",
@@ -568,6 +601,9 @@ void router_cluster_on_dead(router_cluster *cluster, uint64_t incarnation, uint6
     uint32_t slot = router_cluster_by_incarnation(cluster, incarnation);
     if (slot != ROUTER_NO_WORKER && cluster->workers[slot].dead_ns == 0)
         cluster->workers[slot].dead_ns = now_ns + LAST_WORDS_NS;
+    uint32_t before = find_ended(cluster, incarnation);
+    if (before < ROUTER_DEAD_MAX)
+        cluster->ended[before].certain = true;
 }
 
 void router_cluster_on_cut(router_cluster *cluster, const char *identity, uint64_t now_ns)

@@ -41,10 +41,20 @@ typedef struct router_worker {
     double sent_ms;             /* predicted, of those sent since the report */
     uint64_t inflight_context;  /* tokens of sequences leased or decoding here */
     uint64_t blocked_ns;        /* refused for overload: not asked again before */
-    router_link *links;         /* prefill: [ROUTER_WORKERS_MAX], by the decode worker's slot */
-    pd_msg_cancel *owed;        /* cancels that the bus did not take yet */
+    /* This router's clock less the worker's, by the message that took the least time; 0: none has
+     * told its clock. */
+    uint64_t clock_offset_ns, clock_read_ns;
+    router_link *links;  /* prefill: [ROUTER_WORKERS_MAX], by the decode worker's slot */
+    pd_msg_cancel *owed; /* cancels that the bus did not take yet */
     uint32_t owed_count, owed_size;
 } router_worker;
+
+typedef struct router_ended {
+    uint64_t incarnation;
+    char name[PD_NAME_BYTES];
+    bool certain;      /* its process had ended, too */
+    uint64_t clock_ns; /* what its own clock showed when it was given up; 0: unknown */
+} router_ended;
 
 typedef struct router_cluster {
     const router_core_config *config;
@@ -58,9 +68,8 @@ typedef struct router_cluster {
     uint64_t absent_ns;  /* until then a cut connection may be this router's own doing */
     uint64_t registered, refused, lost;
     uint64_t shipped_bytes; /* by all workers that are or were registered, since they were */
-    uint64_t dead[ROUTER_DEAD_MAX]; /* incarnations that ended, a ring */
-    char dead_names[ROUTER_DEAD_MAX][PD_NAME_BYTES];
-    uint32_t dead_next;
+    router_ended ended[ROUTER_DEAD_MAX]; /* a ring */
+    uint32_t ended_next;
     router_worker workers[ROUTER_WORKERS_MAX];
 } router_cluster;
 
@@ -77,10 +86,15 @@ PD_CHECKED pd_status router_cluster_hello(router_cluster *cluster, const char *f
                                           const pd_msg_hello *hello, uint64_t now_ns,
                                           uint32_t *slot_out, uint32_t *replaced_out);
 /* Ends a worker: its incarnation is dead, all others are told. The slot is free afterwards. */
-void router_cluster_remove(router_cluster *cluster, uint32_t slot);
+void router_cluster_remove(router_cluster *cluster, uint32_t slot, uint64_t now_ns);
 
 /* True when that incarnation ended here (one of the last ROUTER_DEAD_MAX). */
 bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation);
+/* It says, at that time of its own clock, that it lives: true when that was after it was given up.
+ * What was on its way when it was given up proves nothing, as a cut connection delivers the words
+ * of the dead late; and no word does where its process is known to have ended. */
+bool router_cluster_outlived(const router_cluster *cluster, uint64_t incarnation,
+                             uint64_t clock_ns);
 
 /* The name of an incarnation: of one that is registered (*registered_out), or of one of the last
  * ROUTER_DEAD_MAX that ended. NULL: never heard of. Borrowed from the cluster. */

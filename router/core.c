@@ -156,14 +156,14 @@ static void remove_worker(router_core *core, uint32_t slot, router_gone how, con
     router_requests_on_worker_gone(core->requests, slot, how, why, now_ns);
     router_audit_reset(core->audit, slot, now_ns);
     router_index_close(core->index, slot);
-    router_cluster_remove(core->cluster, slot);
+    router_cluster_remove(core->cluster, slot, now_ns);
     router_requests_pump(core->requests, now_ns);
 }
 
 static void on_hello(router_core *core, const char *from, const pd_msg_hello *hello,
                      uint64_t now_ns)
 {
-    if (router_cluster_gave_up(core->cluster, hello->incarnation)) /* it is told to come anew */
+    if (router_cluster_outlived(core->cluster, hello->incarnation, hello->clock_ns))
         router_requests_not_dead(core->requests, hello->incarnation);
     uint32_t slot, replaced;
     pd_status status = router_cluster_hello(core->cluster, from, hello, now_ns, &slot, &replaced);
@@ -217,7 +217,9 @@ static void answer_stranger(router_core *core, const char *from, const pd_messag
     pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT,
                        .router_heartbeat = {.router = core->router}};
     if (router_cluster_gave_up(core->cluster, message->heartbeat.incarnation)) {
-        router_requests_not_dead(core->requests, message->heartbeat.incarnation);
+        if (router_cluster_outlived(core->cluster, message->heartbeat.incarnation,
+                                    message->heartbeat.clock_ns))
+            router_requests_not_dead(core->requests, message->heartbeat.incarnation);
         beat = (pd_message){.kind = PD_MSG_REFUSED, .refused.anew = true};
         snprintf(beat.refused.reason, sizeof beat.refused.reason,
                  "incarnation %016" PRIx64 " was given up: start the worker anew",

@@ -211,6 +211,7 @@ static pd_status pack_hello(packing *pack, const pd_msg_hello *in)
     out->host = in->host;
     out->started = in->started;
     out->session = in->session;
+    out->clock_ns = in->clock_ns;
     pd_assert(in->rank_pids_count <= PD_MSG_RANKS_MAX);
     out->n_rank_pids = in->rank_pids_count;
     out->rank_pids = (int64_t *)in->rank_pids; /* packing reads it */
@@ -263,6 +264,7 @@ static pd_status pack_heartbeat(packing *pack, const pd_msg_heartbeat *in)
     out->events_sequence = in->events_sequence;
     out->warm = in->warm;
     out->draining = in->draining;
+    out->clock_ns = in->clock_ns;
     out->shipped_bytes = in->counts.shipped_bytes;
     out->suspended = in->counts.suspended;
     out->moved = in->counts.moved;

@@ -107,6 +107,7 @@ typedef struct pd_msg_hello {
     /* Counts how often this incarnation began anew with this router. What it had of an earlier
      * session is dropped: the router ends or retries that at once. */
     uint32_t session;
+    uint64_t clock_ns; /* the worker's monotonic clock when it said so; 0: not told */
 } pd_msg_hello;
 
 /* What a worker has counted since its incarnation began, for metrics. */
@@ -133,6 +134,7 @@ typedef struct pd_msg_heartbeat {
     bool warm;                /* weights loaded, one forward run */
     bool draining;
     pd_worker_counts counts;
+    uint64_t clock_ns; /* as in pd_msg_hello */
 } pd_msg_heartbeat;
 
 /* A prefill worker's data link to a decode worker came up or went down. */

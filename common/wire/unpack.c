@@ -188,6 +188,7 @@ static void take_hello(unpacking *un, const Kvw__Hello *in, pd_msg_hello *out)
     out->host = in->host;
     out->started = in->started;
     out->session = in->session;
+    out->clock_ns = in->clock_ns;
     take_placement(un, in->placement, &out->placement);
     if (in->n_rank_pids > PD_MSG_RANKS_MAX) {
         refuse(un, "too many ranks");
@@ -244,6 +245,7 @@ static void take_heartbeat(unpacking *un, const Kvw__Heartbeat *in, pd_msg_heart
     out->events_sequence = in->events_sequence;
     out->warm = in->warm;
     out->draining = in->draining;
+    out->clock_ns = in->clock_ns;
     out->counts = (pd_worker_counts){.shipped_bytes = in->shipped_bytes,
                                      .suspended = in->suspended,
                                      .moved = in->moved,

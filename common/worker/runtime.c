@@ -253,7 +253,7 @@ static void say_hello(worker *w)
     hello->host = w->host;
     hello->started = w->started;
     hello->session = w->session;
-    w->hello_ns = pd_clock_now_ns();
+    hello->clock_ns = w->hello_ns = pd_clock_now_ns();
     /* Not there yet is how every cluster starts: no warning. So is a connection that takes a
      * moment: the first hello comes too early, and the next tick's is the one that counts. */
     bool failed = pd_bus_send(w->bus, NULL, &message) != PD_OK;
@@ -270,6 +270,7 @@ static void say_heartbeat(worker *w)
     message.heartbeat.incarnation = w->setup.incarnation;
     message.heartbeat.role_epoch = 1;
     message.heartbeat.warm = w->warm;
+    message.heartbeat.clock_ns = pd_clock_now_ns();
     send_to_router(w, &message);
 }
 

@@ -292,6 +292,7 @@ static void say_hello(sim_worker *worker, uint32_t router)
         .pid = worker->index + 1,
         .host = worker->host + 1,
         .session = worker->views[router].session,
+        .clock_ns = world->now_ns,
     };
     snprintf(hello->name, sizeof(hello->name), "%s", worker->name);
     snprintf(hello->model, sizeof(hello->model), "simulated");
@@ -309,6 +310,7 @@ static void say_heartbeat(sim_worker *worker, uint32_t router)
     message.heartbeat.incarnation = worker->incarnation;
     message.heartbeat.role_epoch = 1;
     message.heartbeat.warm = true;
+    message.heartbeat.clock_ns = worker->world->now_ns;
     sim_net_to_router(worker, router, &message);
 }
 

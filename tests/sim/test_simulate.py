@@ -169,6 +169,7 @@ FOUND = [  # what each showed in the code of its day; seeds do not keep their me
     ("all", 2018),  # and whose router was lost
     ("all", 380300287),  # a word owed to the dead, for which nothing was written, kept the living waiting
     ("all", 509188213),  # the last word on a router, late, when that was back
+    ("all", 971989298),  # a late heartbeat of the dead took its death back
 ]
 
 

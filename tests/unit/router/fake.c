@@ -233,7 +233,8 @@ void fake_hello(const fake *f, const fake_worker *w, pd_msg_hello *hello)
                             .pid = 1,
                             .host = 2,
                             .started = 3,
-                            .session = w->session};
+                            .session = w->session,
+                            .clock_ns = FAKE_CLOCK_NS + f->now_ns - FAKE_HELLO_NS};
     memcpy(hello->name, w->name, sizeof hello->name);
     snprintf(hello->model, sizeof hello->model, "fake");
     snprintf(hello->layout, sizeof hello->layout, "f16 fake");
@@ -887,7 +888,8 @@ static void on_heartbeat(fake *f, uint32_t i)
             .ledger = {.total = w->blocks, .free = w->free, .leased = w->blocks - w->free},
             .events_sequence = w->sequence,
             .counts = w->counts,
-            .warm = true}};
+            .warm = true,
+            .clock_ns = FAKE_CLOCK_NS + f->now_ns}};
     say(f, i, &message);
     push(f, f->now_ns + f->config.heartbeat_ns, HEARTBEAT, i);
 }

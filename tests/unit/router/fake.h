@@ -119,6 +119,11 @@ void fake_init(fake *f, uint64_t seed, const router_sink *sink);
 void fake_init_with(fake *f, uint64_t seed, const router_sink *sink,
                     void (*change)(router_core_config *config));
 void fake_fini(fake *f);
+/* A worker's clock is not the router's: what it shows at the router's 0. */
+#define FAKE_CLOCK_NS (777 * PD_NS_PER_S)
+/* A hello waits for its connection: what it says of the clock is older than a heartbeat's. */
+#define FAKE_HELLO_NS (10 * PD_NS_PER_S)
+
 void fake_config(router_core_config *config);
 /* Starts a worker: it says hello, links and warms up. */
 uint32_t fake_add(fake *f, pd_role role, uint32_t blocks);

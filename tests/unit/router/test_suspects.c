@@ -5,6 +5,7 @@
 #include "common/wire/bus.h"
 #include "tests/unit/router/world.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 
 static bool has(const fake_worker *w, const answer *a)
@@ -814,9 +815,68 @@ static void who_comes_back_with_a_hello_was_not_dead(void **state)
         pd_message hello = {.kind = PD_MSG_HELLO};
         w->fake.workers[at].session++;
         fake_hello(&w->fake, &w->fake.workers[at], &hello.hello);
+        hello.hello.clock_ns = FAKE_CLOCK_NS + w->fake.now_ns;
         pd_bus_identity(w->fake.workers[at].name, w->fake.workers[at].incarnation, from);
         router_core_on_message(w->fake.core, from, &hello, w->fake.now_ns);
     }
+    world_free(w);
+}
+
+/* What a worker had said before it was given up arrives after: a cut connection delivers late. */
+static void a_late_word_of_the_dead_does_not_bring_it_back(void **state)
+{
+    (void)state;
+    enum { BEFORE, AFTER, AFTER_ITS_END_WAS_SEEN, WAYS };
+    for (int way = BEFORE; way < WAYS; way++) {
+        answer *a;
+        world *w = world_of_one(143, 1, 6, &a);
+        uint32_t been = 0;
+        for (int times = 0; times < 2 && a->ends == 0; times++) {
+            uint32_t at = fresh_place(w, a, been);
+            fake_worker *silent = &w->fake.workers[at];
+            begin_to_run(w, a);
+            been |= 1u << at;
+            pd_message late = {.kind = PD_MSG_HEARTBEAT,
+                               .heartbeat = {.incarnation = silent->incarnation,
+                                             .clock_ns = FAKE_CLOCK_NS + w->fake.now_ns}};
+            fall_silent(w, at);
+            if (a->ends > 0)
+                break;
+            if (way != BEFORE)
+                late.heartbeat.clock_ns = FAKE_CLOCK_NS + w->fake.now_ns + 1;
+            if (way == AFTER_ITS_END_WAS_SEEN)
+                router_core_on_worker_dead(w->fake.core, silent->incarnation, w->fake.now_ns);
+            router_core_on_message(w->fake.core, silent->identity, &late, w->fake.now_ns);
+        }
+        if (counters_of(w).suspects != (way != AFTER))
+            fail_msg("way %d: %" PRIu64 " convicted", way, counters_of(w).suspects);
+        world_free(w);
+    }
+}
+
+/* Its process has ended, and that is why it was given up. */
+static void a_late_word_of_who_has_ended_does_not_bring_it_back(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(144, 1, 6, &a);
+    uint32_t been = 0;
+    for (int times = 0; times < 2; times++) {
+        uint32_t at = fresh_place(w, a, been);
+        fake_worker *dead = &w->fake.workers[at];
+        begin_to_run(w, a);
+        been |= 1u << at;
+        uint64_t lost = counters_of(w).workers_lost;
+        dead->mute = true;
+        router_core_on_worker_dead(w->fake.core, dead->incarnation, w->fake.now_ns);
+        wait_ms(w, 20);
+        assert_int_equal(counters_of(w).workers_lost, lost + 1);
+        pd_message late = {.kind = PD_MSG_HEARTBEAT,
+                           .heartbeat = {.incarnation = dead->incarnation,
+                                         .clock_ns = FAKE_CLOCK_NS + w->fake.now_ns + 1}};
+        router_core_on_message(w->fake.core, dead->identity, &late, w->fake.now_ns);
+    }
+    assert_int_equal(counters_of(w).suspects, 1);
     world_free(w);
 }
 
@@ -825,6 +885,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(four_silences_that_are_taken_back_late_convict_nobody),
         cmocka_unit_test(who_comes_back_with_a_hello_was_not_dead),
+        cmocka_unit_test(a_late_word_of_the_dead_does_not_bring_it_back),
+        cmocka_unit_test(a_late_word_of_who_has_ended_does_not_bring_it_back),
         cmocka_unit_test(who_was_in_one_death_with_another_is_not_taken_for_it),
         cmocka_unit_test(suspects_wait_for_their_turn),
         cmocka_unit_test(a_newcomer_is_not_held_up_by_suspects),

@@ -148,6 +148,7 @@ static void fill(pd_message *m, pd_message_kind kind)
                                   .host = 77,
                                   .started = 99,
                                   .session = 2,
+                                  .clock_ns = 1ull << 62,
                                   .rank_pids = {11, 12},
                                   .rank_pids_count = 2,
                                   .placement = {.bus = "0000:1b:00.0",
@@ -159,19 +160,19 @@ static void fill(pd_message *m, pd_message_kind kind)
                                   .rank_placements = OTHER_RANKS};
         break;
     case PD_MSG_HEARTBEAT:
-        m->heartbeat =
-            (pd_msg_heartbeat){.incarnation = 99,
-                               .role_epoch = 1,
-                               .step = 8,
-                               .busy = true,
-                               .queue_ms = 1.5f,
-                               .running = 2,
-                               .waiting = 3,
-                               .ledger = {15, 1, 2, 3, 4, 5},
-                               .events_sequence = 6,
-                               .warm = true,
-                               .draining = true,
-                               .counts = {1ull << 43, 11, 12, 13, 14, 1ull << 40, 15, 3}};
+        m->heartbeat = (pd_msg_heartbeat){.incarnation = 99,
+                                          .role_epoch = 1,
+                                          .step = 8,
+                                          .busy = true,
+                                          .queue_ms = 1.5f,
+                                          .running = 2,
+                                          .waiting = 3,
+                                          .ledger = {15, 1, 2, 3, 4, 5},
+                                          .events_sequence = 6,
+                                          .warm = true,
+                                          .draining = true,
+                                          .counts = {1ull << 43, 11, 12, 13, 14, 1ull << 40, 15, 3},
+                                          .clock_ns = 3ull << 61};
         break;
     case PD_MSG_LINK:
         m->link = (pd_msg_link){
