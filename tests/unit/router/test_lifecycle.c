@@ -657,6 +657,31 @@ static void blocks_that_are_cheaper_computed_are_not_fetched(void **state)
     end_world(w);
 }
 
+static void slow_heartbeats(router_core_config *config)
+{
+    config->heartbeat_ns = 5 * PD_NS_PER_S;
+    config->lost_after_ns = 60 * PD_NS_PER_S;
+}
+
+/* A pull has two heartbeats of patience: computing takes a small part of that. */
+static void a_prompt_has_the_time_of_its_pull_on_top(void **state)
+{
+    (void)state;
+    world *w = world_with(60, slow_heartbeats);
+    fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    store_prompt(w, 1, 1, 20);
+    const answer *a = ask(w, 320, 2);
+    wait_ms(w, 2000);
+    const pd_msg_prefill_request *asked = &w->fake.workers[0].last_prefill;
+    assert_whole(w, a);
+    assert_in_range(asked->pull_ms, 10000, 11000);
+    uint64_t pull_ns = router_patience_prefill_ns(&w->fake.config, asked->pull_ms - 1, 0);
+    assert_true(asked->deadline_ms >= router_patience_ms(pull_ns));
+    end_world(w);
+}
+
 static void a_lost_source_does_not_hold_up_a_prompt(void **state)
 {
     (void)state;
@@ -914,6 +939,7 @@ int main(void)
         cmocka_unit_test(a_worker_lost_while_a_sequence_moves_costs_no_token),
         cmocka_unit_test(blocks_that_a_decode_worker_holds_are_fetched),
         cmocka_unit_test(blocks_that_are_cheaper_computed_are_not_fetched),
+        cmocka_unit_test(a_prompt_has_the_time_of_its_pull_on_top),
         cmocka_unit_test(a_lost_source_does_not_hold_up_a_prompt),
         cmocka_unit_test(a_last_word_is_asked_for_without_a_writing),
         cmocka_unit_test(who_is_more_important_goes_first),
