@@ -258,6 +258,14 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
     *replaced_out = ROUTER_NO_WORKER;
     if (!fits(cluster, hello, reason))
         return refuse(cluster, from, hello, reason, false);
+    /* First, as its name may be another one's by now, which it does not end. */
+    if (hello->incarnation == 0 || router_cluster_gave_up(cluster, hello->incarnation)) {
+        snprintf(reason, sizeof reason,
+                 "incarnation %016" PRIx64 " was given up (silent for over %" PRIu64
+                 " ms, or it said goodbye): start the worker anew",
+                 hello->incarnation, (uint64_t)(cluster->config->lost_after_ns / PD_NS_PER_MS));
+        return refuse(cluster, from, hello, reason, true);
+    }
     for (uint32_t i = 0; i < cluster->slots_used; i++) {
         router_worker *other = &cluster->workers[i];
         if (!other->used || strcmp(other->hello.name, hello->name) != 0)
@@ -272,13 +280,6 @@ pd_status router_cluster_hello(router_cluster *cluster, const char *from, const 
         }
         *replaced_out = i;
         return PD_E_AGAIN;
-    }
-    if (hello->incarnation == 0 || router_cluster_gave_up(cluster, hello->incarnation)) {
-        snprintf(reason, sizeof reason,
-                 "incarnation %016" PRIx64 " was given up (silent for over %" PRIu64
-                 " ms, or it said goodbye): start the worker anew",
-                 hello->incarnation, (uint64_t)(cluster->config->lost_after_ns / PD_NS_PER_MS));
-        return refuse(cluster, from, hello, reason, true);
     }
     uint32_t slot = free_slot(cluster);
     if (slot == ROUTER_NO_WORKER) {

@@ -854,6 +854,28 @@ static void a_late_word_of_the_dead_does_not_bring_it_back(void **state)
     }
 }
 
+/* Its process was restarted meanwhile, and the new one's connection is the faster. */
+static void a_late_hello_of_the_dead_does_not_end_who_came_after_it(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = world_of_one(145, 1, 1, &a);
+    char from[96];
+    pd_message late = {.kind = PD_MSG_HELLO};
+    fake_hello(&w->fake, &w->fake.workers[1], &late.hello);
+    pd_bus_identity(w->fake.workers[1].name, w->fake.workers[1].incarnation, from);
+    bring_down(w, 1);
+    fake_restart(&w->fake, 1);
+    begin_to_run(w, a);
+    uint64_t lost = counters_of(w).workers_lost;
+    router_core_on_message(w->fake.core, from, &late, w->fake.now_ns);
+    assert_int_equal(counters_of(w).workers_lost, lost);
+    assert_true(router_core_has_worker(w->fake.core, w->fake.workers[1].incarnation));
+    wait_ms(w, 15000);
+    assert_whole(w, a);
+    world_free(w);
+}
+
 /* Its process has ended, and that is why it was given up. */
 static void a_late_word_of_who_has_ended_does_not_bring_it_back(void **state)
 {
@@ -887,6 +909,7 @@ int main(void)
         cmocka_unit_test(who_comes_back_with_a_hello_was_not_dead),
         cmocka_unit_test(a_late_word_of_the_dead_does_not_bring_it_back),
         cmocka_unit_test(a_late_word_of_who_has_ended_does_not_bring_it_back),
+        cmocka_unit_test(a_late_hello_of_the_dead_does_not_end_who_came_after_it),
         cmocka_unit_test(who_was_in_one_death_with_another_is_not_taken_for_it),
         cmocka_unit_test(suspects_wait_for_their_turn),
         cmocka_unit_test(a_newcomer_is_not_held_up_by_suspects),
