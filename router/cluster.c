@@ -124,6 +124,13 @@ bool router_cluster_outlived(const router_cluster *cluster, uint64_t incarnation
     return i < ROUTER_DEAD_MAX && !of->certain && of->clock_ns != 0 && clock_ns > of->clock_ns;
 }
 
+bool router_cluster_is_late(const router_cluster *cluster, uint64_t incarnation, uint64_t clock_ns)
+{
+    uint32_t i = find_ended(cluster, incarnation);
+    const router_ended *of = &cluster->ended[i % ROUTER_DEAD_MAX];
+    return i < ROUTER_DEAD_MAX && !of->certain && clock_ns != 0 && clock_ns <= of->clock_ns;
+}
+
 /* A message that took longer than another does not say what the worker's clock shows. */
 static void read_clock(router_worker *worker, uint64_t clock_ns, uint64_t now_ns)
 {

@@ -95,6 +95,10 @@ bool router_cluster_gave_up(const router_cluster *cluster, uint64_t incarnation)
  * of the dead late; and no word does where its process is known to have ended. */
 bool router_cluster_outlived(const router_cluster *cluster, uint64_t incarnation,
                              uint64_t clock_ns);
+/* It said that before it was given up, and whether it lives is not known. Not answered: a refusal
+ * would end one that lives before it has said a word that proves it, which comes within a heartbeat
+ * (or, where its clock stood still with it, within lost_after). */
+bool router_cluster_is_late(const router_cluster *cluster, uint64_t incarnation, uint64_t clock_ns);
 
 /* The name of an incarnation: of one that is registered (*registered_out), or of one of the last
  * ROUTER_DEAD_MAX that ended. NULL: never heard of. Borrowed from the cluster. */

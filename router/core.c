@@ -163,6 +163,8 @@ static void remove_worker(router_core *core, uint32_t slot, router_gone how, con
 static void on_hello(router_core *core, const char *from, const pd_msg_hello *hello,
                      uint64_t now_ns)
 {
+    if (router_cluster_is_late(core->cluster, hello->incarnation, hello->clock_ns))
+        return;
     if (router_cluster_outlived(core->cluster, hello->incarnation, hello->clock_ns))
         router_requests_not_dead(core->requests, hello->incarnation);
     uint32_t slot, replaced;
@@ -216,6 +218,9 @@ static void answer_stranger(router_core *core, const char *from, const pd_messag
         return;
     pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT,
                        .router_heartbeat = {.router = core->router}};
+    if (router_cluster_is_late(core->cluster, message->heartbeat.incarnation,
+                               message->heartbeat.clock_ns))
+        return;
     if (router_cluster_gave_up(core->cluster, message->heartbeat.incarnation)) {
         if (router_cluster_outlived(core->cluster, message->heartbeat.incarnation,
                                     message->heartbeat.clock_ns))

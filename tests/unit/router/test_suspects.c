@@ -854,6 +854,40 @@ static void a_late_word_of_the_dead_does_not_bring_it_back(void **state)
     }
 }
 
+/* Refused at once it would end without a word that proves that it had not died. */
+static void who_lives_is_refused_when_it_has_said_so(void **state)
+{
+    (void)state;
+    for (int hello = 0; hello < 2; hello++) {
+        answer *a;
+        world *w = world_of_one(146, 1, 6, &a);
+        uint32_t been = 0;
+        for (int times = 0; times < 2; times++) {
+            uint32_t at = fresh_place(w, a, been);
+            fake_worker *silent = &w->fake.workers[at];
+            begin_to_run(w, a);
+            been |= 1u << at;
+            pd_message word = {.kind = PD_MSG_HEARTBEAT, .heartbeat = {silent->incarnation}};
+            uint64_t *clock_ns = &word.heartbeat.clock_ns;
+            if (hello) {
+                word = (pd_message){.kind = PD_MSG_HELLO};
+                fake_hello(&w->fake, silent, &word.hello);
+                clock_ns = &word.hello.clock_ns;
+            }
+            fall_silent(w, at);
+            assert_int_equal(a->ends, 0);
+            for (int after = 0; after < 2; after++) {
+                *clock_ns = FAKE_CLOCK_NS + w->fake.now_ns - (after ? 0 : 200 * PD_NS_PER_MS);
+                router_core_on_message(w->fake.core, silent->identity, &word, w->fake.now_ns);
+                wait_ms(w, 5);
+                assert_int_equal(silent->refused, after);
+            }
+        }
+        assert_int_equal(counters_of(w).suspects, 0);
+        world_free(w);
+    }
+}
+
 /* Its process was restarted meanwhile, and the new one's connection is the faster. */
 static void a_late_hello_of_the_dead_does_not_end_who_came_after_it(void **state)
 {
@@ -909,6 +943,7 @@ int main(void)
         cmocka_unit_test(who_comes_back_with_a_hello_was_not_dead),
         cmocka_unit_test(a_late_word_of_the_dead_does_not_bring_it_back),
         cmocka_unit_test(a_late_word_of_who_has_ended_does_not_bring_it_back),
+        cmocka_unit_test(who_lives_is_refused_when_it_has_said_so),
         cmocka_unit_test(a_late_hello_of_the_dead_does_not_end_who_came_after_it),
         cmocka_unit_test(who_was_in_one_death_with_another_is_not_taken_for_it),
         cmocka_unit_test(suspects_wait_for_their_turn),
