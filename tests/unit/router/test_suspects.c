@@ -8,64 +8,6 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-static bool has(const fake_worker *w, const answer *a)
-{
-    for (uint32_t n = 0; w->alive && n < FAKE_LEASES_MAX; n++) {
-        if (w->leases[n].blocks != 0 && w->leases[n].prompt_first == a->first)
-            return true;
-    }
-    return false;
-}
-
-/* The decode worker that has a lease of it; UINT32_MAX: none has. */
-static uint32_t place_of(const world *w, const answer *a)
-{
-    for (uint32_t i = 0; i < w->fake.workers_count; i++) {
-        if (w->fake.workers[i].role == PD_ROLE_DECODE && has(&w->fake.workers[i], a))
-            return i;
-    }
-    return UINT32_MAX;
-}
-
-/* Until it has more tokens than before, from its decode worker too: it is being computed there, and
- * not for long. */
-static void begin_to_run(world *w, const answer *a)
-{
-    uint32_t had = a->next;
-    for (int i = 0; i < 40000 && a->next <= had + 1; i++)
-        fake_run(&w->fake, w->fake.now_ns + 50000);
-    assert_in_range(a->next, had + 2, had + 6);
-}
-
-/* It dies, and the router knows. */
-static void bring_down(world *w, uint32_t worker)
-{
-    uint64_t lost = counters_of(w).workers_lost;
-    fake_kill(&w->fake, worker);
-    while (counters_of(w).workers_lost == lost)
-        fake_run(&w->fake, w->fake.now_ns + 50000);
-}
-
-/* A world with one decode worker that dies with both. */
-static world *world_of_two_with(uint64_t seed, uint32_t prompt, answer **a, answer **b)
-{
-    world *w = one_to_one(seed);
-    *a = ask(w, prompt, 3000);
-    *b = ask(w, prompt, 300);
-    begin_to_run(w, *a);
-    if ((*b)->next < 2)
-        begin_to_run(w, *b);
-    assert_in_range((*a)->next, 2, 7);
-    assert_in_range((*b)->next, 2, 7);
-    bring_down(w, 1);
-    return w;
-}
-
-static world *world_of_two_suspects(uint64_t seed, answer **a, answer **b)
-{
-    return world_of_two_with(seed, 40, a, b);
-}
-
 static void who_was_in_one_death_with_another_is_not_taken_for_it(void **state)
 {
     (void)state;
@@ -163,19 +105,6 @@ static void a_worker_that_died_twice_is_named_as_one(void **state)
         name, name);
     assert_string_equal(a->message, text);
     world_free(w);
-}
-
-/* A world with an idle prefill worker, so many decode workers, and one request. */
-static world *world_of_one(uint64_t seed, uint32_t prefill, uint32_t decode, answer **a)
-{
-    world *w = world_new(seed);
-    for (uint32_t i = 0; i < prefill; i++)
-        fake_add(&w->fake, PD_ROLE_PREFILL, 512);
-    for (uint32_t i = 0; i < decode; i++)
-        fake_add(&w->fake, PD_ROLE_DECODE, 512);
-    wait_ms(w, 200);
-    *a = ask(w, 40, 3000);
-    return w;
 }
 
 /* Each worker dies when it has made so many tokens there; those that died. */
@@ -381,17 +310,6 @@ static void who_had_run_in_company_does_not_wait(void **state)
     world_free(w);
 }
 
-/* Its process is seen to end: the router knows soon, well before lost_after. */
-static void end_process(world *w, uint32_t worker)
-{
-    uint64_t lost = counters_of(w).workers_lost;
-    fake_kill(&w->fake, worker);
-    router_core_on_worker_dead(w->fake.core, w->fake.workers[worker].incarnation, w->fake.now_ns);
-    for (int i = 0; i < 400 && counters_of(w).workers_lost == lost; i++)
-        fake_run(&w->fake, w->fake.now_ns + 50000);
-    assert_int_equal(counters_of(w).workers_lost, lost + 1);
-}
-
 /* Its decode worker fails it by a message, and is well. */
 static void fail_there(world *w, const answer *a)
 {
@@ -401,13 +319,6 @@ static void fail_there(world *w, const answer *a)
         fake_run(&w->fake, w->fake.now_ns + 50000);
     w->fake.decode_status = PD_OK;
     assert_int_not_equal(place_of(w, a), place);
-}
-
-/* They have leases there, and make no tokens any more. */
-static void stall(world *w, uint32_t worker, bool stalled)
-{
-    for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++)
-        w->fake.workers[worker].leases[n].stalled = stalled;
 }
 
 /* A worker that failed it a moment before it became a suspect may be dying of it: it is no place
@@ -728,223 +639,9 @@ static void who_is_at_one_of_several_that_die_together_is_not_blamed_for_all(voi
     }
 }
 
-/* Cut off for longer than lost_after, and heard again: nobody brought it down. */
-static void who_was_at_a_worker_that_was_only_silent_is_no_suspect(void **state)
-{
-    (void)state;
-    answer *a;
-    world *w = world_of_one(140, 1, 6, &a);
-    begin_to_run(w, a);
-    for (int times = 0; times < 3; times++) { /* one after the other, a few tokens in between */
-        fake_worker *silent = &w->fake.workers[place_of(w, a)];
-        uint64_t lost = counters_of(w).workers_lost;
-        silent->mute = true;
-        for (int i = 0; i < 100 && counters_of(w).workers_lost == lost; i++)
-            wait_ms(w, 20);
-        assert_int_equal(counters_of(w).workers_lost, lost + 1);
-        begin_to_run(w, a);
-        silent->mute = false; /* it goes on, is heard, and told to come anew */
-    }
-    wait_ms(w, 20000);
-    assert_int_equal(counters_of(w).suspects, 0);
-    assert_whole(w, a);
-    world_free(w);
-}
-
-static uint32_t fresh_place(world *w, const answer *a, uint32_t been)
-{
-    for (int n = 0; n < 4000; n++) {
-        for (uint32_t i = 0; i < w->fake.workers_count; i++) {
-            if (w->fake.workers[i].role == PD_ROLE_DECODE && has(&w->fake.workers[i], a) &&
-                !(been >> i & 1))
-                return i;
-        }
-        fake_run(&w->fake, w->fake.now_ns + 50000);
-    }
-    fail();
-    return 0;
-}
-
-static void fall_silent(world *w, uint32_t at)
-{
-    uint64_t lost = counters_of(w).workers_lost;
-    w->fake.workers[at].mute = true;
-    for (int i = 0; i < 400 && counters_of(w).workers_lost == lost; i++)
-        wait_ms(w, 5);
-    assert_int_equal(counters_of(w).workers_lost, lost + 1);
-}
-
-/* Each is heard again, but only when the request has made 64 tokens elsewhere. */
-static void four_silences_that_are_taken_back_late_convict_nobody(void **state)
-{
-    (void)state;
-    answer *a;
-    world *w = world_of_one(141, 1, 6, &a);
-    uint32_t been = 0;
-    begin_to_run(w, a);
-    for (int times = 0; times < 4; times++) {
-        uint32_t at = fresh_place(w, a, been);
-        been |= 1u << at;
-        fall_silent(w, at);
-        if (a->ends)
-            fail_msg("silence %d: %d %s: %s", times + 1, a->status, a->code, a->message);
-        wait_for_token(w, a, a->next + 70);
-        w->fake.workers[at].mute = false;
-        wait_ms(w, 110);
-    }
-    world_free(w);
-}
-
-/* cut off both ways it has lost its router: what is heard first is its hello. */
-static void who_comes_back_with_a_hello_was_not_dead(void **state)
-{
-    (void)state;
-    answer *a;
-    world *w = world_of_one(142, 1, 6, &a);
-    uint32_t been = 0;
-    for (int times = 0; times < 2; times++) {
-        uint32_t at = fresh_place(w, a, been);
-        begin_to_run(w, a);
-        been |= 1u << at;
-        fall_silent(w, at);
-        if (a->ends)
-            fail_msg("silence %d: %d %s: %s", times + 1, a->status, a->code, a->message);
-        fresh_place(w, a, been);
-        begin_to_run(w, a);
-        char from[96];
-        pd_message hello = {.kind = PD_MSG_HELLO};
-        w->fake.workers[at].session++;
-        fake_hello(&w->fake, &w->fake.workers[at], &hello.hello);
-        hello.hello.clock_ns = FAKE_CLOCK_NS + w->fake.now_ns;
-        pd_bus_identity(w->fake.workers[at].name, w->fake.workers[at].incarnation, from);
-        router_core_on_message(w->fake.core, from, &hello, w->fake.now_ns);
-    }
-    world_free(w);
-}
-
-/* What a worker had said before it was given up arrives after: a cut connection delivers late. */
-static void a_late_word_of_the_dead_does_not_bring_it_back(void **state)
-{
-    (void)state;
-    enum { BEFORE, AFTER, AFTER_ITS_END_WAS_SEEN, WAYS };
-    for (int way = BEFORE; way < WAYS; way++) {
-        answer *a;
-        world *w = world_of_one(143, 1, 6, &a);
-        uint32_t been = 0;
-        for (int times = 0; times < 2 && a->ends == 0; times++) {
-            uint32_t at = fresh_place(w, a, been);
-            fake_worker *silent = &w->fake.workers[at];
-            begin_to_run(w, a);
-            been |= 1u << at;
-            pd_message late = {.kind = PD_MSG_HEARTBEAT,
-                               .heartbeat = {.incarnation = silent->incarnation,
-                                             .clock_ns = FAKE_CLOCK_NS + w->fake.now_ns}};
-            fall_silent(w, at);
-            if (a->ends > 0)
-                break;
-            if (way != BEFORE)
-                late.heartbeat.clock_ns = FAKE_CLOCK_NS + w->fake.now_ns + 1;
-            if (way == AFTER_ITS_END_WAS_SEEN)
-                router_core_on_worker_dead(w->fake.core, silent->incarnation, w->fake.now_ns);
-            router_core_on_message(w->fake.core, silent->identity, &late, w->fake.now_ns);
-        }
-        if (counters_of(w).suspects != (way != AFTER))
-            fail_msg("way %d: %" PRIu64 " convicted", way, counters_of(w).suspects);
-        world_free(w);
-    }
-}
-
-/* Refused at once it would end without a word that proves that it had not died. */
-static void who_lives_is_refused_when_it_has_said_so(void **state)
-{
-    (void)state;
-    for (int hello = 0; hello < 2; hello++) {
-        answer *a;
-        world *w = world_of_one(146, 1, 6, &a);
-        uint32_t been = 0;
-        for (int times = 0; times < 2; times++) {
-            uint32_t at = fresh_place(w, a, been);
-            fake_worker *silent = &w->fake.workers[at];
-            begin_to_run(w, a);
-            been |= 1u << at;
-            pd_message word = {.kind = PD_MSG_HEARTBEAT, .heartbeat = {silent->incarnation}};
-            uint64_t *clock_ns = &word.heartbeat.clock_ns;
-            if (hello) {
-                word = (pd_message){.kind = PD_MSG_HELLO};
-                fake_hello(&w->fake, silent, &word.hello);
-                clock_ns = &word.hello.clock_ns;
-            }
-            fall_silent(w, at);
-            assert_int_equal(a->ends, 0);
-            for (int after = 0; after < 2; after++) {
-                *clock_ns = FAKE_CLOCK_NS + w->fake.now_ns - (after ? 0 : 200 * PD_NS_PER_MS);
-                router_core_on_message(w->fake.core, silent->identity, &word, w->fake.now_ns);
-                wait_ms(w, 5);
-                assert_int_equal(silent->refused, after);
-            }
-        }
-        assert_int_equal(counters_of(w).suspects, 0);
-        world_free(w);
-    }
-}
-
-/* Its process was restarted meanwhile, and the new one's connection is the faster. */
-static void a_late_hello_of_the_dead_does_not_end_who_came_after_it(void **state)
-{
-    (void)state;
-    answer *a;
-    world *w = world_of_one(145, 1, 1, &a);
-    char from[96];
-    pd_message late = {.kind = PD_MSG_HELLO};
-    fake_hello(&w->fake, &w->fake.workers[1], &late.hello);
-    pd_bus_identity(w->fake.workers[1].name, w->fake.workers[1].incarnation, from);
-    bring_down(w, 1);
-    fake_restart(&w->fake, 1);
-    begin_to_run(w, a);
-    uint64_t lost = counters_of(w).workers_lost;
-    router_core_on_message(w->fake.core, from, &late, w->fake.now_ns);
-    assert_int_equal(counters_of(w).workers_lost, lost);
-    assert_true(router_core_has_worker(w->fake.core, w->fake.workers[1].incarnation));
-    wait_ms(w, 15000);
-    assert_whole(w, a);
-    world_free(w);
-}
-
-/* Its process has ended, and that is why it was given up. */
-static void a_late_word_of_who_has_ended_does_not_bring_it_back(void **state)
-{
-    (void)state;
-    answer *a;
-    world *w = world_of_one(144, 1, 6, &a);
-    uint32_t been = 0;
-    for (int times = 0; times < 2; times++) {
-        uint32_t at = fresh_place(w, a, been);
-        fake_worker *dead = &w->fake.workers[at];
-        begin_to_run(w, a);
-        been |= 1u << at;
-        uint64_t lost = counters_of(w).workers_lost;
-        dead->mute = true;
-        router_core_on_worker_dead(w->fake.core, dead->incarnation, w->fake.now_ns);
-        wait_ms(w, 20);
-        assert_int_equal(counters_of(w).workers_lost, lost + 1);
-        pd_message late = {.kind = PD_MSG_HEARTBEAT,
-                           .heartbeat = {.incarnation = dead->incarnation,
-                                         .clock_ns = FAKE_CLOCK_NS + w->fake.now_ns + 1}};
-        router_core_on_message(w->fake.core, dead->identity, &late, w->fake.now_ns);
-    }
-    assert_int_equal(counters_of(w).suspects, 1);
-    world_free(w);
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(four_silences_that_are_taken_back_late_convict_nobody),
-        cmocka_unit_test(who_comes_back_with_a_hello_was_not_dead),
-        cmocka_unit_test(a_late_word_of_the_dead_does_not_bring_it_back),
-        cmocka_unit_test(a_late_word_of_who_has_ended_does_not_bring_it_back),
-        cmocka_unit_test(who_lives_is_refused_when_it_has_said_so),
-        cmocka_unit_test(a_late_hello_of_the_dead_does_not_end_who_came_after_it),
         cmocka_unit_test(who_was_in_one_death_with_another_is_not_taken_for_it),
         cmocka_unit_test(suspects_wait_for_their_turn),
         cmocka_unit_test(a_newcomer_is_not_held_up_by_suspects),
@@ -966,7 +663,6 @@ int main(void)
         cmocka_unit_test(who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed),
         cmocka_unit_test(who_was_alone_waits_for_its_turn),
         cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
-        cmocka_unit_test(who_was_at_a_worker_that_was_only_silent_is_no_suspect),
         cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
         cmocka_unit_test(who_is_at_one_of_several_that_die_together_is_not_blamed_for_all),
     };

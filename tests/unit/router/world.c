@@ -174,3 +174,86 @@ void store_prompt(world *w, uint32_t worker, uint32_t first, uint32_t blocks)
     fake_store(&w->fake, worker, hashes, blocks);
     wait_ms(w, 20);
 }
+
+/* ---- workers that die, or fall silent ---- */
+
+bool has_lease(const fake_worker *w, const answer *a)
+{
+    for (uint32_t n = 0; w->alive && n < FAKE_LEASES_MAX; n++) {
+        if (w->leases[n].blocks != 0 && w->leases[n].prompt_first == a->first)
+            return true;
+    }
+    return false;
+}
+
+uint32_t place_of(const world *w, const answer *a)
+{
+    for (uint32_t i = 0; i < w->fake.workers_count; i++) {
+        if (w->fake.workers[i].role == PD_ROLE_DECODE && has_lease(&w->fake.workers[i], a))
+            return i;
+    }
+    return UINT32_MAX;
+}
+
+void begin_to_run(world *w, const answer *a)
+{
+    uint32_t had = a->next;
+    for (int i = 0; i < 40000 && a->next <= had + 1; i++)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    assert_in_range(a->next, had + 2, had + 6);
+}
+
+void bring_down(world *w, uint32_t worker)
+{
+    uint64_t lost = counters_of(w).workers_lost;
+    fake_kill(&w->fake, worker);
+    while (counters_of(w).workers_lost == lost)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+}
+
+world *world_of_two_with(uint64_t seed, uint32_t prompt, answer **a, answer **b)
+{
+    world *w = one_to_one(seed);
+    *a = ask(w, prompt, 3000);
+    *b = ask(w, prompt, 300);
+    begin_to_run(w, *a);
+    if ((*b)->next < 2)
+        begin_to_run(w, *b);
+    assert_in_range((*a)->next, 2, 7);
+    assert_in_range((*b)->next, 2, 7);
+    bring_down(w, 1);
+    return w;
+}
+
+world *world_of_two_suspects(uint64_t seed, answer **a, answer **b)
+{
+    return world_of_two_with(seed, 40, a, b);
+}
+
+world *world_of_one(uint64_t seed, uint32_t prefill, uint32_t decode, answer **a)
+{
+    world *w = world_new(seed);
+    for (uint32_t i = 0; i < prefill; i++)
+        fake_add(&w->fake, PD_ROLE_PREFILL, 512);
+    for (uint32_t i = 0; i < decode; i++)
+        fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    *a = ask(w, 40, 3000);
+    return w;
+}
+
+void end_process(world *w, uint32_t worker)
+{
+    uint64_t lost = counters_of(w).workers_lost;
+    fake_kill(&w->fake, worker);
+    router_core_on_worker_dead(w->fake.core, w->fake.workers[worker].incarnation, w->fake.now_ns);
+    for (int i = 0; i < 400 && counters_of(w).workers_lost == lost; i++)
+        fake_run(&w->fake, w->fake.now_ns + 50000);
+    assert_int_equal(counters_of(w).workers_lost, lost + 1);
+}
+
+void stall(world *w, uint32_t worker, bool stalled)
+{
+    for (uint32_t n = 0; n < FAKE_LEASES_MAX; n++)
+        w->fake.workers[worker].leases[n].stalled = stalled;
+}

@@ -44,3 +44,22 @@ void assert_nothing_left(const world *w);
 /* It has ended well, with every token, and nothing is left. */
 void assert_whole(const world *w, const answer *a);
 router_core_counters counters_of(const world *w);
+
+/* Of that request. */
+bool has_lease(const fake_worker *worker, const answer *a);
+/* The decode worker that has a lease of it; UINT32_MAX: none has. */
+uint32_t place_of(const world *w, const answer *a);
+/* Until it has more tokens than before, from its decode worker too: it is being computed there, and
+ * not for long. */
+void begin_to_run(world *w, const answer *a);
+/* It dies, and the router knows. */
+void bring_down(world *w, uint32_t worker);
+/* Its process is seen to end: the router knows soon, well before lost_after. */
+void end_process(world *w, uint32_t worker);
+/* They have leases there, and make no tokens any more. */
+void stall(world *w, uint32_t worker, bool stalled);
+/* A world with an idle prefill worker, so many decode workers, and one request. */
+world *world_of_one(uint64_t seed, uint32_t prefill, uint32_t decode, answer **a);
+/* A world with one decode worker that dies with both. */
+world *world_of_two_with(uint64_t seed, uint32_t prompt, answer **a, answer **b);
+world *world_of_two_suspects(uint64_t seed, answer **a, answer **b);
