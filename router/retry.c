@@ -212,6 +212,11 @@ static void not_dead(router_requests *t, router_request *r, uint64_t incarnation
             r->killed_at[k] = 0;
         any = any || r->killed_at[k] != 0;
     }
+    if (r->killed_at[1] == 0 && any) { /* the one before it is the latest again */
+        memcpy(r->killed[1], r->killed[0], sizeof r->killed[1]);
+        r->killed_at[1] = r->killed_at[0];
+        r->killed_at[0] = 0;
+    }
     if (r->killed_count > 0 && !any)
         router_request_set_killed(t, r, 0);
 }

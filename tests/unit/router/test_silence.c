@@ -6,6 +6,7 @@
 #include "tests/unit/router/world.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 
 /* Cut off for longer than lost_after, and heard again: nobody brought it down. */
 static void who_was_at_a_worker_that_was_only_silent_is_no_suspect(void **state)
@@ -215,6 +216,42 @@ static void a_late_word_of_who_has_ended_does_not_bring_it_back(void **state)
     world_free(w);
 }
 
+/* Heard again, the second was none of those that died: the third is, and the first still. */
+static void what_is_taken_back_makes_no_death_before_it_forgotten(void **state)
+{
+    (void)state;
+    answer *a, *b;
+    world *w = world_of_two_suspects(147, &a, &b);
+    char text[ROUTER_MESSAGE_BYTES], first[PD_NAME_BYTES];
+    memcpy(first, w->fake.workers[1].name, sizeof first);
+    uint32_t second = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    for (int i = 0; i < 800; i++) { /* both are there, and stay suspects */
+        stall(w, second, true);
+        wait_ms(w, 1);
+    }
+    assert_int_equal(counters_of(w).queued, 0);
+    stall(w, second, false);
+    wait_ms(w, 5);
+    fall_silent(w, second);
+    uint32_t third = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+    w->fake.workers[second].mute = false;
+    for (int i = 0; i < 150;
+         i++) { /* until it is heard, one of them stays a suspect at the third */
+        stall(w, third, true);
+        wait_ms(w, 1);
+    }
+    const answer *at = has_lease(&w->fake.workers[third], a) ? a : b;
+    stall(w, third, false);
+    begin_to_run(w, at);
+    end_process(w, third);
+    assert_string_equal(at->code, "request_suspect");
+    snprintf(text, sizeof text, "was being computed at %s, and at %s when they died", first,
+             w->fake.workers[third].name);
+    if (strstr(at->message, text) == NULL)
+        fail_msg("\"%s\" is not in: %s", text, at->message);
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -225,6 +262,7 @@ int main(void)
         cmocka_unit_test(who_lives_is_refused_when_it_has_said_so),
         cmocka_unit_test(a_late_hello_of_the_dead_does_not_end_who_came_after_it),
         cmocka_unit_test(a_late_word_of_who_has_ended_does_not_bring_it_back),
+        cmocka_unit_test(what_is_taken_back_makes_no_death_before_it_forgotten),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
