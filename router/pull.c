@@ -223,10 +223,9 @@ bool router_pull_on_done(router_requests *t, uint32_t slot, const pd_msg_ship_do
     }
     if (r->pull.slot != slot || !r->pull.asked)
         return false;
-    uint64_t receiver = r->prefill == ROUTER_NO_WORKER
-                            ? 0
-                            : router_request_worker(t, r->prefill)->hello.incarnation;
-    if (!said_of(done, receiver))
+    if (r->prefill == ROUTER_NO_WORKER) /* the answer goes on without it; who waits is noted */
+        return on_left(t, slot, done);
+    if (!said_of(done, router_request_worker(t, r->prefill)->hello.incarnation))
         return true;
     if (!r->pull.open || (done->status == PD_OK && done->again != r->pull.again.count))
         return true; /* said before it heard that it is to ship once more */

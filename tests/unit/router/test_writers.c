@@ -577,10 +577,48 @@ static void who_begins_anew_waits_for_what_it_pulled(void **state)
     world_free(w);
 }
 
+/* The prompt was computed before its source was done, and its answer runs when the prefill worker
+ * begins anew: who waits there hears of the source's word, and not only when the answer has ended.
+ */
+static void a_sources_word_is_passed_on_while_the_answer_runs(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = pulling(126, &a);
+    fake_worker *prefill = &w->fake.workers[0];
+    const pd_request_key key = prefill->last_prefill.key;
+    pd_message done = {
+        .kind = PD_MSG_SHIP_DONE,
+        .ship_done = {
+            .key = key, .status = PD_E_NOT_FOUND, .again = 1, .receiver = prefill->incarnation}};
+
+    never_sent(w);
+    wait_for_token(w, a, 2);
+    stall(w, place_of(w, a), true);
+    fake_new_session(&w->fake, 0);
+    prefill->quarantined = key;
+    wait_ms(w, 5);
+    assert_int_equal(counters_of(w).retried, 0);
+    done.ship_done.may_land = true;
+    say(w, 1, &done);
+    wait_ms(w, 5);
+    assert_int_not_equal(prefill->quarantined.number, 0);
+    done.ship_done.may_land = false;
+    say(w, 1, &done);
+    wait_ms(w, 5);
+    assert_int_equal(a->ends, 0);
+    assert_int_equal(prefill->quarantined.number, 0);
+    stall(w, place_of(w, a), false);
+    wait_ms(w, 100);
+    assert_true(a->ends == 1 && a->next == a->max);
+    world_free(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(who_begins_anew_waits_for_what_it_pulled),
+        cmocka_unit_test(a_sources_word_is_passed_on_while_the_answer_runs),
         cmocka_unit_test(a_source_that_is_done_too_late_is_not_released_before_its_last_word),
         cmocka_unit_test(the_end_of_a_pull_that_came_wrong_twice_says_what_may_land),
         cmocka_unit_test(where_a_move_fails_blocks_are_free_only_if_the_holder_writes_no_more),
