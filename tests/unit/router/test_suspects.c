@@ -641,6 +641,32 @@ static void who_is_at_one_of_several_that_die_together_is_not_blamed_for_all(voi
     }
 }
 
+/* Two that need not wait, a worker that has said nothing since, and one that has: they share that
+ * one, sooner than that one of them is given to a worker that may have died with the first. */
+static void who_need_not_wait_shares_rather_than_to_go_to_one_unheard(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 150; seed < 156; seed++) {
+        world *w = one_to_one(seed);
+        answer *a = ask(w, 40, 1000), *b = ask(w, 40, 1000);
+        wait_for_token(w, a, 12);
+        wait_for_token(w, b, 12);
+        uint32_t second = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        uint32_t third = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        wait_ms(w, 110);
+        fake_kill(&w->fake, second);
+        end_process(w, 1);
+        for (int i = 0; i < 300; i++) { /* less than lost_after; they stay suspects */
+            stall(w, third, true);
+            wait_ms(w, 1);
+        }
+        assert_true(has_lease(&w->fake.workers[third], a));
+        assert_true(has_lease(&w->fake.workers[third], b));
+        assert_int_equal(counters_of(w).retried, 2);
+        world_free(w);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -667,6 +693,7 @@ int main(void)
         cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
         cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
         cmocka_unit_test(who_is_at_one_of_several_that_die_together_is_not_blamed_for_all),
+        cmocka_unit_test(who_need_not_wait_shares_rather_than_to_go_to_one_unheard),
     };
     pd_log_init("test", PD_LOG_ERROR);
     return cmocka_run_group_tests(tests, NULL, NULL);
