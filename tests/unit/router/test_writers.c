@@ -577,6 +577,24 @@ static void who_begins_anew_waits_for_what_it_pulled(void **state)
     world_free(w);
 }
 
+/* A source that was given up may only stand still, and write when it goes on: whoever pulled from
+ * it is not told with the cancel that nobody writes. */
+static void a_cancel_after_the_sources_loss_does_not_say_that_nobody_writes(void **state)
+{
+    (void)state;
+    answer *a;
+    world *w = pulling(127, &a);
+    fake_worker *prefill = &w->fake.workers[0];
+
+    never_sent(w);
+    end_process(w, 1);
+    leave(w, a);
+    wait_ms(w, 5);
+    assert_true(prefill->cancels > 0);
+    assert_false(prefill->last_cancel.unwritten);
+    world_free(w);
+}
+
 /* The prompt was computed before its source was done, and its answer runs when the prefill worker
  * begins anew: who waits there hears of the source's word, and not only when the answer has ended.
  */
@@ -618,6 +636,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(who_begins_anew_waits_for_what_it_pulled),
+        cmocka_unit_test(a_cancel_after_the_sources_loss_does_not_say_that_nobody_writes),
         cmocka_unit_test(a_sources_word_is_passed_on_while_the_answer_runs),
         cmocka_unit_test(a_source_that_is_done_too_late_is_not_released_before_its_last_word),
         cmocka_unit_test(the_end_of_a_pull_that_came_wrong_twice_says_what_may_land),
