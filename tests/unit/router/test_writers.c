@@ -577,6 +577,36 @@ static void who_begins_anew_waits_for_what_it_pulled(void **state)
     world_free(w);
 }
 
+/* More pulls have been left than a router remembers: of a key that it does not know it cannot say
+ * that nobody was asked. */
+static void of_a_pull_that_was_forgotten_nothing_is_said(void **state)
+{
+    (void)state;
+    for (int many = 0; many < 2; many++) {
+        answer *a;
+        world *w = pulling(128, &a);
+        fake_worker *prefill = &w->fake.workers[0];
+        pd_request_key key = prefill->last_prefill.key;
+
+        never_sent(w);
+        leave(w, a);
+        for (int i = 0; many && i < 260; i++) {
+            w->count = 0; /* the same prompt */
+            a = ask(w, 320, 20);
+            until_sent(w, PD_MSG_SHIP_REQUEST);
+            never_sent(w);
+            leave(w, a);
+            wait_ms(w, 1);
+        }
+        if (!many)
+            key.number += 7; /* nobody was asked for that one */
+        prefill->quarantined = key;
+        wait_ms(w, 10000); /* audits */
+        assert_int_equal(prefill->quarantined.number != 0, many);
+        world_free(w);
+    }
+}
+
 /* A source that was given up may only stand still, and write when it goes on: whoever pulled from
  * it is not told with the cancel that nobody writes. */
 static void a_cancel_after_the_sources_loss_does_not_say_that_nobody_writes(void **state)
@@ -637,6 +667,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(who_begins_anew_waits_for_what_it_pulled),
         cmocka_unit_test(a_cancel_after_the_sources_loss_does_not_say_that_nobody_writes),
+        cmocka_unit_test(of_a_pull_that_was_forgotten_nothing_is_said),
         cmocka_unit_test(a_sources_word_is_passed_on_while_the_answer_runs),
         cmocka_unit_test(a_source_that_is_done_too_late_is_not_released_before_its_last_word),
         cmocka_unit_test(the_end_of_a_pull_that_came_wrong_twice_says_what_may_land),
