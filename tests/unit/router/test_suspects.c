@@ -528,6 +528,33 @@ static void who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed(void **s
     world_free(w);
 }
 
+/* All was shipped, and only the word that it landed is missing: that counts as computed, beside one
+ * that ran. */
+static void whose_blocks_were_all_shipped_is_blamed_beside_one_that_ran(void **state)
+{
+    (void)state;
+    world *w = one_to_one(39);
+    answer *a = ask(w, 40, 3000);
+    begin_to_run(w, a);
+    w->fake.lose[PD_MSG_LANDED] = 1;
+    answer *b = ask(w, 40, 3000);
+    wait_for_token(w, b, 0);
+    for (int i = 0; i < 20; i++) { /* of both: no token may say so */
+        stall(w, 1, true);
+        wait_ms(w, 1);
+    }
+    assert_int_equal(b->next, 1);
+    end_process(w, 1);
+    assert_int_equal(counters_of(w).retried, 2);
+    a->cancelled = true;
+    router_core_cancel(w->fake.core, a->handle, w->fake.now_ns);
+    fake_restart(&w->fake, 1);
+    begin_to_run(w, b);
+    end_process(w, 1);
+    assert_string_equal(b->code, "request_suspect");
+    world_free(w);
+}
+
 /* Nobody else was there: however long it had run, it is the first to be suspected. */
 static void who_was_alone_waits_for_its_turn(void **state)
 {
@@ -696,6 +723,7 @@ int main(void)
         cmocka_unit_test(who_let_it_go_and_said_so_did_not_die_of_it),
         cmocka_unit_test(a_suspended_suspect_does_not_move),
         cmocka_unit_test(who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed),
+        cmocka_unit_test(whose_blocks_were_all_shipped_is_blamed_beside_one_that_ran),
         cmocka_unit_test(who_was_alone_waits_for_its_turn),
         cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
         cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
