@@ -528,6 +528,37 @@ static void who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed(void **s
     world_free(w);
 }
 
+/* A worker that it left dies: what it may have died of when that was a moment ago, and not when it
+ * had lived on for longer than lost_after. */
+static void whom_it_left_long_ago_did_not_die_of_it(void **state)
+{
+    (void)state;
+    for (int long_ago = 0; long_ago < 2; long_ago++) {
+        answer *a;
+        world *w = world_of_one(160, 1, 1, &a);
+        begin_to_run(w, a);
+        uint32_t left = place_of(w, a), second = fake_add(&w->fake, PD_ROLE_DECODE, 512);
+        wait_ms(w, 5);
+        fail_there(w, a);
+        for (int i = 0; i < 40000 && place_of(w, a) != second; i++)
+            fake_run(&w->fake, w->fake.now_ns + 50000);
+        begin_to_run(w, a);
+        stall(w, second, true); /* nor has it made so many tokens that it is cleared */
+        wait_ms(w, long_ago ? 600 : 5);
+        stall(w, second, false);
+        end_process(w, left);
+        begin_to_run(w, a);
+        assert_int_equal(place_of(w, a), second);
+        end_process(w, second);
+        fake_restart(&w->fake, second);
+        wait_ms(w, 15000);
+        assert_int_equal(counters_of(w).suspects, !long_ago);
+        if (long_ago)
+            assert_whole(w, a);
+        world_free(w);
+    }
+}
+
 /* All was shipped, and only the word that it landed is missing: that counts as computed, beside one
  * that ran. */
 static void whose_blocks_were_all_shipped_is_blamed_beside_one_that_ran(void **state)
@@ -724,6 +755,7 @@ int main(void)
         cmocka_unit_test(a_suspended_suspect_does_not_move),
         cmocka_unit_test(who_waited_for_its_blocks_beside_one_that_ran_is_not_blamed),
         cmocka_unit_test(whose_blocks_were_all_shipped_is_blamed_beside_one_that_ran),
+        cmocka_unit_test(whom_it_left_long_ago_did_not_die_of_it),
         cmocka_unit_test(who_was_alone_waits_for_its_turn),
         cmocka_unit_test(whose_turn_has_ended_does_not_come_beside_one_that_stays_apart),
         cmocka_unit_test(who_shares_a_prefill_worker_still_goes_apart_to_decode),
