@@ -1,13 +1,13 @@
 #include "kernels/team.h"
 
 #include "common/base/clock.h"
+#include "common/base/cpus.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -203,16 +203,6 @@ void kern_team_run(kern_team *team, kern_team_fn *fn, void *ctx)
         judge(team, pd_clock_now_ns() - began_ns);
 }
 
-static uint32_t usable_cores(void)
-{
-    cpu_set_t set;
-
-    if (sched_getaffinity(0, sizeof set, &set) != 0)
-        return 1;
-    int count = CPU_COUNT(&set);
-    return count < 1 ? 1 : count > KERN_THREADS_MAX ? KERN_THREADS_MAX : (uint32_t)count;
-}
-
 static pd_status start_helper(kern_team *team, uint32_t thread)
 {
     helper_start *start = pd_malloc(sizeof *start);
@@ -237,7 +227,7 @@ pd_status kern_team_create(uint32_t threads, kern_team **team_out)
 
     if (team == NULL)
         return PD_E_NOMEM;
-    threads = threads == 0 ? usable_cores() : threads;
+    threads = threads == 0 ? pd_cpus_usable() : threads;
     team->threads = threads < KERN_THREADS_MAX ? threads : KERN_THREADS_MAX;
     for (uint32_t thread = 1; thread < team->threads && status == PD_OK; thread++) {
         status = start_helper(team, thread);

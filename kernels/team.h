@@ -17,8 +17,8 @@
 typedef struct kern_team kern_team;
 typedef void kern_team_fn(void *ctx, uint32_t thread);
 
-/* threads includes the caller; 0: one a core this process may use. PD_E_IO: a thread could not be
- * started; PD_E_NOMEM. */
+/* threads includes the caller; 0: one a CPU that this process may use. PD_E_IO: a thread could not
+ * be started; PD_E_NOMEM. */
 PD_CHECKED pd_status kern_team_create(uint32_t threads, kern_team **team_out);
 void kern_team_destroy(kern_team *team);
 uint32_t kern_team_threads(const kern_team *team);

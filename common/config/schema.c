@@ -92,8 +92,11 @@ const pd_key pd_schema[] = {
      "what computes; cpu: its best instructions; auto: a GPU where there is one"},
     {"prefill.tensor_parallel", PD_KEY_INTEGER, AT(prefill.tensor_parallel), 1, 64, "1", NULL,
      "ranks that the model is split among, a process each; divides its heads"},
-    {"prefill.threads", PD_KEY_AUTO, AT(prefill.threads), 1, 1024, "auto", NULL,
-     "compute threads of one rank of a worker; auto: the CPUs shared out"},
+    {"prefill.threads", PD_KEY_AUTO, AT(prefill.threads), 1, PD_DEPLOYMENT_THREADS_MAX, "auto",
+     NULL,
+     "compute threads of one rank of a worker; auto: the CPUs that may be used (affinity, cgroup "
+     "quota), shared out among "
+     "all workers"},
     {"prefill.max_batch", PD_KEY_INTEGER, AT(prefill.max_batch), 1, 1024, "8", NULL,
      "sequences in one step"},
     {"prefill.queue_max", PD_KEY_INTEGER, AT(prefill.queue_max), 1, 65536, "256", NULL,
@@ -106,8 +109,10 @@ const pd_key pd_schema[] = {
      "what computes; cpu: its best instructions; auto: a GPU where there is one"},
     {"decode.tensor_parallel", PD_KEY_INTEGER, AT(decode.tensor_parallel), 1, 64, "1", NULL,
      "ranks that the model is split among, a process each; divides its heads"},
-    {"decode.threads", PD_KEY_AUTO, AT(decode.threads), 1, 1024, "auto", NULL,
-     "compute threads of one rank of a worker; auto: the CPUs shared out"},
+    {"decode.threads", PD_KEY_AUTO, AT(decode.threads), 1, PD_DEPLOYMENT_THREADS_MAX, "auto", NULL,
+     "compute threads of one rank of a worker; auto: the CPUs that may be used (affinity, cgroup "
+     "quota), shared out among "
+     "all workers"},
     {"decode.max_batch", PD_KEY_INTEGER, AT(decode.max_batch), 1, 1024, "64", NULL,
      "sequences in one step"},
     {"decode.queue_max", PD_KEY_INTEGER, AT(decode.queue_max), 1, 65536, "256", NULL,

@@ -77,7 +77,8 @@ typedef struct pd_msg_placement {
     char nic[72];      /* "mlx5_0 (eth2)"; "": unknown */
     char nic_distance[24];
     char cpus[96];
-    bool bound; /* it runs on these alone */
+    bool bound;       /* it runs on these alone */
+    uint32_t threads; /* that compute there; 0: its GPU does, or not told */
 } pd_msg_placement;
 
 typedef struct pd_msg_hello {

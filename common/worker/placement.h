@@ -32,6 +32,8 @@ typedef struct pd_placement {
     int numa_node;          /* -1: not known, or there is no choice */
     cpu_set_t cpus;         /* to run on; what is usable, where not bound */
     bool bound;             /* to cpus, which are some of the usable ones */
+    uint32_t threads;       /* that compute there, of this rank; 0: a GPU does. Whoever chooses them
+                               fills it in */
     bool near_memory;       /* host memory comes from numa_node first */
     char rdma[32], net[32]; /* the nearest network device; "": none. One that is up, if any is */
     bool nic_up, net_carries;

@@ -215,6 +215,7 @@ static void tell_placement(const pd_placement *from, pd_msg_placement *to)
     }
     pd_placement_cpus(from, to->cpus);
     to->bound = from->bound;
+    to->threads = from->threads;
 }
 
 static void say_hello(worker *w)

@@ -44,11 +44,13 @@ def assert_placed(one, name, status, gpu):
         assert f", NIC {place['nic']} {place['nic_distance']}, " in line, line
         assert os.path.exists(f"/sys/class/net/{net}/device") or os.path.exists(f"/sys/class/infiniband/{net}/device"), place
     if len(nodes) < 2:
-        assert not place["bound"] and line.endswith(" (not bound)"), line
+        assert not place["bound"] and " (not bound)" in line, line
         allowed = re.search(r"Cpus_allowed_list:\s*(\S+)", open("/proc/self/status", encoding="ascii").read()).group(1)
         assert place["cpus"] == allowed and f", CPUs {allowed} " in line, line
+    assert place["threads"] == (None if gpu else 1) and line.endswith(", 1 thread") == (not gpu), line
     placed = [text for text in one.logs()[f"logs/{name}.log"].splitlines() if 'msg="placed"' in text]
     assert len(placed) == 1 and f" gpu={gpu or 'none'} " in placed[0] and f" cpus={place['cpus']} " in placed[0], placed
+    assert f" threads={0 if gpu else 1} " in placed[0], placed
 
 
 @pytest.mark.parametrize("prefill, decode", [("cuda", "cuda:1"), ("cpu", "auto"), ("auto", "cpu")])
