@@ -51,6 +51,10 @@ struct kern_team {
     atomic_uint_fast64_t slept_ns;
     uint64_t judged_ns;              /* run since the last judgement */
     uint32_t apart_runs, apart_left; /* with fewer than all threads; and still to go */
+    bool pinned;
+    bool owner_known;
+    pthread_t owner; /* that was pinned last */
+    cpu_set_t pins;
 };
 
 typedef struct helper_start {
@@ -189,10 +193,54 @@ static void judge(kern_team *team, uint64_t ns)
     judge_anew(team);
 }
 
+/* ---- CPUs of their own ---- */
+
+static void pin(const kern_team *team, uint32_t thread, pthread_t handle)
+{
+    uint32_t skip = thread % (uint32_t)CPU_COUNT(&team->pins);
+    cpu_set_t one;
+    int cpu = 0;
+
+    for (; !CPU_ISSET(cpu, &team->pins) || skip-- > 0; cpu++)
+        pd_assert(cpu < CPU_SETSIZE);
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    int error = pthread_setaffinity_np(handle, sizeof one, &one);
+    if (error != 0) {
+        errno = error;
+        pd_log_warn("msg=\"a compute thread is not pinned: %m\" thread=%u cpu=%d", thread, cpu);
+    }
+}
+
+void kern_team_pin(kern_team *team, const cpu_set_t *cpus)
+{
+    if (CPU_COUNT(cpus) == 0)
+        return;
+    team->pins = *cpus;
+    team->pinned = true;
+    team->owner_known = false;
+    for (uint32_t thread = 1; thread <= team->started; thread++)
+        pin(team, thread, team->handles[thread]);
+}
+
+/* Whoever runs first is often not who made the team. */
+static void pin_owner(kern_team *team)
+{
+    pthread_t self = pthread_self();
+
+    if (team->owner_known && pthread_equal(team->owner, self))
+        return;
+    team->owner = self;
+    team->owner_known = true;
+    pin(team, 0, self);
+}
+
 void kern_team_run(kern_team *team, kern_team_fn *fn, void *ctx)
 {
     uint64_t began_ns = team->threads > 1 ? pd_clock_now_ns() : 0;
 
+    if (team->pinned)
+        pin_owner(team);
     team->fn = fn;
     team->ctx = ctx;
     atomic_store_explicit(&team->next, 0, memory_order_relaxed);

@@ -48,7 +48,8 @@ static void write_placement(pd_buf *out, const pd_msg_placement *placement)
     } texts[] = {{"gpu", placement->bus},
                  {"nic", placement->nic},
                  {"nic_distance", placement->nic_distance},
-                 {"cpus", placement->cpus}};
+                 {"cpus", placement->cpus},
+                 {"pinned", placement->pinned}};
 
     pd_buf_puts(out, "{");
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {

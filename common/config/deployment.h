@@ -43,6 +43,12 @@ typedef enum pd_router_bus {
     PD_BUS_TCP,
 } pd_router_bus;
 
+typedef enum pd_pin_threads {
+    PD_PIN_NEVER,
+    PD_PIN_AUTO, /* where every worker of the deployment gets CPUs of its own */
+    PD_PIN_ALWAYS,
+} pd_pin_threads;
+
 typedef struct pd_listen {
     const char *text; /* as written: "127.0.0.1:8080", "[::1]:0", "localhost:8080" */
     const char *host; /* without brackets */
@@ -62,9 +68,10 @@ typedef struct pd_deployment_pool {
 } pd_deployment_pool;
 
 typedef struct pd_deployment {
-    const char *cluster;    /* [a-z0-9-]{1,63} */
-    const char *state_dir;  /* default ".kvferry/CLUSTER" */
-    pd_log_level log_level; /* of every service */
+    const char *cluster;        /* [a-z0-9-]{1,63} */
+    const char *state_dir;      /* default ".kvferry/CLUSTER" */
+    pd_log_level log_level;     /* of every service */
+    pd_pin_threads pin_threads; /* compute threads on the host's cores, each to a CPU */
 
     struct {
         const char *name; /* default: the model file's name without its extension */

@@ -22,6 +22,9 @@ const pd_key pd_schema[] = {
      "state, sockets and logs; default .kvferry/CLUSTER"},
     {"log_level", PD_KEY_ENUM, AT(log_level), 0, 0, "info", "error|warn|info|debug|trace",
      "how much every service logs"},
+    {"pin_threads", PD_KEY_ENUM, AT(pin_threads), 0, 0, "never", "never|auto|always",
+     "a CPU for each compute thread; auto: where each worker gets cores of its own, and no cgroup "
+     "limits CPU time"},
     {"model.name", PD_KEY_STRING, AT(model.name), 1, PD_STRING_MAX, NULL, NULL,
      "what clients call the model; default: the file's name"},
     {"model.path", PD_KEY_STRING, AT(model.path), 1, PD_MODEL_PATH_MAX, NULL, NULL,
@@ -190,6 +193,8 @@ static const struct {
     {"model.alias", "model.aliases"},
     {"model.context_length", "model.context"},
     {"model.max_model_len", "model.context"},
+    {"prefill.pin_threads", "pin_threads"},
+    {"decode.pin_threads", "pin_threads"},
     {"prefill.tp", "prefill.tensor_parallel"},
     {"decode.tp", "decode.tensor_parallel"},
     {"prefill.tensor_parallel_size", "prefill.tensor_parallel"},

@@ -165,6 +165,7 @@ static Kvw__Placement *pack_placement(Kvw__Placement *out, const pd_msg_placemen
     out->cpus = text(in->cpus);
     out->bound = in->bound;
     out->threads = in->threads;
+    out->pinned = text(in->pinned);
     return out;
 }
 

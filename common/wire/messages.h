@@ -79,6 +79,7 @@ typedef struct pd_msg_placement {
     char cpus[96];
     bool bound;       /* it runs on these alone */
     uint32_t threads; /* that compute there; 0: its GPU does, or not told */
+    char pinned[96];  /* their CPUs, one each; "": they may run on any of cpus */
 } pd_msg_placement;
 
 typedef struct pd_msg_hello {

@@ -154,10 +154,10 @@ static bool on_cores(const pd_deployment_pool *pool)
     return strncmp(pool->device, "cpu", 3) == 0;
 }
 
-/* Threads of each worker on the host's cores that comes before this one: prefill-0, prefill-1, ...,
- * decode-0, ... Returns how many. */
-static uint32_t workers_before(const pd_worker_setup *setup, uint32_t cpus,
-                               uint32_t before[PD_DEPLOYMENT_WORKERS_MAX * 2])
+/* Threads of each worker on the host's cores: prefill-0, prefill-1, ..., decode-0, ... Returns how
+ * many they are; *own_out is this one's place. */
+static uint32_t workers_on_cores(const pd_worker_setup *setup, uint32_t cpus,
+                                 uint32_t threads_out[PD_PLACEMENT_WORKERS_MAX], uint32_t *own_out)
 {
     const pd_deployment *d = &setup->deployment;
     const pd_deployment_pool *const pools[] = {&d->prefill, &d->decode};
@@ -166,11 +166,12 @@ static uint32_t workers_before(const pd_worker_setup *setup, uint32_t cpus,
 
     for (int i = 0; i < 2; i++) {
         bool ours = pools[i] == setup->pool;
-        uint32_t workers = ours ? (uint32_t)own : pools[i]->workers;
-        for (uint32_t n = 0; n < workers && (on_cores(pools[i]) || ours); n++)
-            before[count++] = pd_deployment_threads(d, pools[i], cpus) * pools[i]->tensor_parallel;
-        if (ours)
-            break;
+        for (uint32_t n = 0; n < pools[i]->workers && (on_cores(pools[i]) || ours); n++) {
+            if (ours && n == own)
+                *own_out = count;
+            threads_out[count++] =
+                pd_deployment_threads(d, pools[i], cpus) * pools[i]->tensor_parallel;
+        }
     }
     return count;
 }
@@ -178,11 +179,15 @@ static uint32_t workers_before(const pd_worker_setup *setup, uint32_t cpus,
 /* Ranks start before rank 0 takes its place, so that each finds its own in the whole machine. */
 static pd_status take_place(pd_worker_setup *setup)
 {
-    uint32_t before[PD_DEPLOYMENT_WORKERS_MAX * 2];
+    uint32_t workers[PD_PLACEMENT_WORKERS_MAX], own = 0;
     pd_worker_engine_options engine = {.device = setup->pool->device,
                                        .ranks = setup->pool->tensor_parallel};
-    pd_placement_options options = {
-        .sysfs = "/sys", .usable = usable_cpus(), .before = before, .carries = pd_net_has_address};
+    pd_placement_options options = {.sysfs = "/sys",
+                                    .usable = usable_cpus(),
+                                    .quota = pd_cpus_quota("") > 0,
+                                    .pin_threads = setup->deployment.pin_threads,
+                                    .carries = pd_net_has_address};
+    char pins[PD_PLACEMENT_CPUS_BYTES];
     char cpus[PD_PLACEMENT_CPUS_BYTES], nic[PD_PLACEMENT_NIC_BYTES], node[16] = "unknown";
     uint32_t cpus_usable = pd_cpus_usable();
     pd_device_place device;
@@ -195,24 +200,31 @@ static pd_status take_place(pd_worker_setup *setup)
     if (status == PD_OK && device.bus[0] != '\0') {
         options.device = &device;
     } else if (status == PD_OK || status == PD_E_NOT_FOUND) { /* an emulated one is on the cores */
-        options.threads *= setup->pool->tensor_parallel;
-        options.before_count = workers_before(setup, cpus_usable, before);
+        uint32_t count = workers_on_cores(setup, cpus_usable, workers, &own);
+        options.before = workers;
+        options.before_count = own;
+        options.after = &workers[own + 1];
+        options.after_count = count - own - 1;
+        options.rank = setup->place.rank;
+        options.ranks = setup->pool->tensor_parallel;
+        options.threads *= options.ranks;
     } else {
         return status;
     }
     pd_placement *placement = &setup->placement;
     pd_placement_choose(&options, placement);
-    placement->threads = options.device == NULL ? setup->threads : 0;
     pd_placement_apply(placement);
     pd_placement_cpus(placement, cpus);
     pd_placement_nic(placement, nic);
+    pd_placement_pins(placement, pins);
     if (placement->numa_node >= 0)
         snprintf(node, sizeof node, "%d", placement->numa_node);
     pd_log_info("msg=\"placed\" gpu=%s numa_node=%s nic=\"%s\" nic_is=\"%s\" cpus=%s bound=%d "
-                "near_memory=%d threads=%u cpus_usable=%u",
+                "near_memory=%d threads=%u cpus_usable=%u pinned=%s",
                 options.device == NULL ? "none" : placement->bus, node, nic,
                 pd_pci_distance_name(placement->nic_distance), cpus, placement->bound,
-                placement->near_memory, placement->threads, cpus_usable);
+                placement->near_memory, placement->threads, cpus_usable,
+                pins[0] != '\0' ? pins : "none");
     return PD_OK;
 }
 
@@ -323,6 +335,7 @@ static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
     return (pd_worker_engine_options){
         .device = pool->device,
         .threads = setup->threads,
+        .pins = setup->placement.pinned ? &setup->placement.pins : NULL,
         .context_max = setup->context,
         .rows_max = rows,
         .slices_max = pool->max_batch,

@@ -157,17 +157,17 @@ class Command(unittest.TestCase):
 
     def test_status_tells_where_every_rank_is(self):
         self.assertEqual(self.up()[0], 0)
-        place = {"gpu": None, "nic": None, "nic_distance": None, "cpus": "0-31", "numa_node": None, "bound": False, "threads": None}
+        place = {"gpu": None, "nic": None, "nic_distance": None, "cpus": "0-31", "numa_node": None, "bound": False, "threads": None, "pinned": None}
         gpus = [dict(place, gpu=f"0000:{bus}:00.0", nic=f"mlx5_{n} (eth{n})", nic_distance="behind one bridge", numa_node=n // 2, bound=True)
                 for n, bus in enumerate(("1b", "3d", "9a"))]
         worker = {"name": "decode-0", "tensor_parallel": 3, "rank_pids": [71, 72], "placement": gpus[0], "rank_placements": gpus[1:]}
-        self.tell("workers", [worker, {"name": "prefill-0", "placement": dict(place, threads=1), "rank_placements": [dict(place, threads=2)]}])
+        self.tell("workers", [worker, {"name": "prefill-0", "placement": dict(place, threads=1), "rank_placements": [dict(place, threads=2, pinned="4-5")]}])
         rc, table, err = self.run_kvferry("status", "-f", self.file)
         self.assertEqual((rc, err), (0, ""))
         self.assertEqual([line for line in table.splitlines() if ": " in line and line.startswith(("decode-0", "prefill-0"))], [
             "decode-0: ranks 1 to 2 are pids 71, 72",
             "prefill-0: host's cores, NUMA node unknown, NIC unknown, CPUs 0-31 (not bound), 1 thread",
-            "prefill-0/1: host's cores, NUMA node unknown, NIC unknown, CPUs 0-31 (not bound), 2 threads",
+            "prefill-0/1: host's cores, NUMA node unknown, NIC unknown, CPUs 0-31 (not bound), 2 threads pinned to 4-5",
             "decode-0: GPU 0000:1b:00.0, NUMA node 0, NIC mlx5_0 (eth0) behind one bridge, CPUs 0-31",
             "decode-0/1: GPU 0000:3d:00.0, NUMA node 0, NIC mlx5_1 (eth1) behind one bridge, CPUs 0-31",
             "decode-0/2: GPU 0000:9a:00.0, NUMA node 1, NIC mlx5_2 (eth2) behind one bridge, CPUs 0-31"])

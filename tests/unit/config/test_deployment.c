@@ -61,6 +61,7 @@ static void a_model_is_all_that_is_needed(void **state)
     assert_string_equal(d.cluster, "local");
     assert_string_equal(d.state_dir, ".kvferry/local");
     assert_int_equal(d.log_level, PD_LOG_INFO);
+    assert_int_equal(d.pin_threads, PD_PIN_NEVER);
     assert_string_equal(d.model.name, "m");
     assert_int_equal(d.model.context, 0);
     assert_int_equal(d.workers, 2);
@@ -198,6 +199,25 @@ static void threads_are_given_or_shared_out(void **state)
         "f.yaml:4:19: decode.threads: must be a whole number, not 'all' (or auto)\n");
 }
 
+static void threads_are_pinned_where_it_says_so(void **state)
+{
+    (void)state;
+    static const char *const names[] = {"never", "auto", "always"};
+
+    for (int i = 0; i < 3; i++) {
+        char text[64];
+        snprintf(text, sizeof text, MODEL "pin_threads: %s\n", names[i]);
+        pd_deployment d = good(text);
+        assert_int_equal(d.pin_threads, PD_PIN_NEVER + i);
+        pd_deployment_fini(&d);
+    }
+    assert_int_equal(PD_PIN_AUTO, 1);
+    assert_int_equal(PD_PIN_ALWAYS, 2);
+    bad(MODEL "pin_threads: yes\ndecode: {pin_threads: auto}\n",
+        "f.yaml:2:14: pin_threads: must be one of never, auto, always, not 'yes'\n"
+        "f.yaml:3:10: decode.pin_threads: unknown key; it is called 'pin_threads' here\n");
+}
+
 static void wrong_shapes_are_named(void **state)
 {
     (void)state;
@@ -209,9 +229,9 @@ static void wrong_shapes_are_named(void **state)
     bad(MODEL "router: {control: 'tcp://h:5', tokens: 'tcp://h:5'}\n",
         "f.yaml:2:19: router.control: three different endpoints are needed, 'tcp://h:5' comes "
         "twice\n");
-    bad(MODEL "zone: NO\n",
-        "f.yaml:2:1: zone: unknown key; known here: cluster, state_dir, log_level, model, workers, "
-        "ratio, router, prefill, decode, kv, transfer, heartbeat\n");
+    bad(MODEL "zone: NO\n", "f.yaml:2:1: zone: unknown key; known here: cluster, state_dir, "
+                            "log_level, pin_threads, model, "
+                            "workers, ratio, router, prefill, decode, kv, transfer, heartbeat\n");
     bad(MODEL "chunk_tokens: 16\n",
         "f.yaml:2:1: chunk_tokens: unknown key at this level; there is 'prefill.chunk_tokens', "
         "'decode.chunk_tokens'\n");
@@ -544,6 +564,7 @@ int main(void)
         cmocka_unit_test(faults_come_all_at_once_in_order),
         cmocka_unit_test(formats_of_kv_are_the_ones_that_every_worker_reads),
         cmocka_unit_test(threads_are_given_or_shared_out),
+        cmocka_unit_test(threads_are_pinned_where_it_says_so),
         cmocka_unit_test(wrong_shapes_are_named),
         cmocka_unit_test(a_list_of_models_holds_one_for_now),
         cmocka_unit_test(set_overrides_the_file),

@@ -33,7 +33,8 @@ static const pd_msg_placement OTHER_RANKS[] = {
      .nic = "eth0",
      .nic_distance = "far or unknown",
      .bound = true,
-     .threads = 300}};
+     .threads = 300,
+     .pinned = "0-299"}};
 
 /* The field's number becomes one that there is not. */
 static void hide_rank_pids(pd_buf *buf)
