@@ -121,23 +121,32 @@ static void print_ranks(const report *r, const state_service *service)
     printf("\n");
 }
 
-/* "decode-0: GPU 0000:1b:00.0, NUMA node 0, NIC mlx5_0 (eth2) behind one bridge, CPUs 0-31" */
+/* "decode-0: GPU 0000:1b:00.0, NUMA node 0, NIC mlx5_0 (eth2) behind one bridge, CPUs 0-31"; on the
+ * host's cores with ", 2 threads" or ", 2 threads pinned to 0-1" behind that */
 static void print_placement(const char *name, const pd_json *placement)
 {
-    char gpu[32], node[24], nic[72], distance[32], cpus[96];
+    char gpu[32], node[24], nic[72], distance[32], cpus[96], pinned[96];
 
     write_member(placement, "gpu", gpu, sizeof gpu);
     write_member(placement, "numa_node", node, sizeof node);
     write_member(placement, "nic", nic, sizeof nic);
     write_member(placement, "nic_distance", distance, sizeof distance);
     write_member(placement, "cpus", cpus, sizeof cpus);
+    write_member(placement, "pinned", pinned, sizeof pinned);
     const pd_json *bound = pd_json_get(placement, "bound");
+    const pd_json *threads = pd_json_get(placement, "threads");
     bool has_nic = strcmp(nic, "-") != 0;
-    printf("%s: %s%s, NUMA node %s, NIC %s%s%s, CPUs %s%s\n", name,
+    printf("%s: %s%s, NUMA node %s, NIC %s%s%s, CPUs %s%s", name,
            strcmp(gpu, "-") == 0 ? "host's cores" : "GPU ", strcmp(gpu, "-") == 0 ? "" : gpu,
            strcmp(node, "-") == 0 ? "unknown" : node, has_nic ? nic : "unknown", has_nic ? " " : "",
            has_nic ? distance : "", strcmp(cpus, "-") == 0 ? "unknown" : cpus,
            bound != NULL && pd_json_bool(bound) ? "" : " (not bound)");
+    long long count = threads != NULL ? (long long)pd_json_integer(threads) : 0;
+    if (count > 0)
+        printf(", %lld thread%s%s%s", count, count > 1 ? "s" : "",
+               strcmp(pinned, "-") == 0 ? "" : " pinned to ",
+               strcmp(pinned, "-") == 0 ? "" : pinned);
+    printf("\n");
 }
 
 /* A line each; ranks 1 .. as "decode-0/1", which is their name in logs. */

@@ -1,6 +1,7 @@
 #include "deploy/supervise.h"
 
 #include "common/base/clock.h"
+#include "common/base/cpus.h"
 #include "common/base/json.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
@@ -15,7 +16,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -245,17 +245,12 @@ static pd_status choose_endpoint(supervisor *s, const char *key, const char *end
 static void choose_threads(supervisor *s)
 {
     const pd_deployment *d = s->deployment;
-    cpu_set_t cpus;
-    uint32_t count = 1;
+    uint32_t cpus = pd_cpus_usable();
 
-    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0)
-        count = (uint32_t)CPU_COUNT(&cpus);
-    uint32_t share = count / pd_deployment_processes(d);
-    share = share > 0 ? share : 1;
     snprintf(s->chosen[4], sizeof s->chosen[4], "prefill.threads=%u",
-             d->prefill.threads != 0 ? d->prefill.threads : share);
+             pd_deployment_threads(d, &d->prefill, cpus));
     snprintf(s->chosen[5], sizeof s->chosen[5], "decode.threads=%u",
-             d->decode.threads != 0 ? d->decode.threads : share);
+             pd_deployment_threads(d, &d->decode, cpus));
 }
 
 /* What the services must agree on goes to each of them as a --set. */

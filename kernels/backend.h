@@ -29,11 +29,12 @@
 #include "kernels/model/sample.h"
 #include "kernels/packs.h"
 
+#include <sched.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#define KERN_BACKEND_ABI 4
+#define KERN_BACKEND_ABI 5
 /* The one symbol that a plugin shows, declared below. */
 #define KERN_BACKEND_SYMBOL "kern_backend_plugin"
 
@@ -45,6 +46,7 @@ typedef struct kern_backend_options {
     uint32_t device;           /* the n-th of the backend's devices; of ranks, rank 0's */
     const char *variant;       /* "cpu-avx2": one of the host's instruction sets; NULL: the best */
     uint32_t threads;          /* host threads that compute; 0: one a usable core */
+    const cpu_set_t *pins;     /* their CPUs, in turn; NULL: any */
     uint32_t context_max;      /* positions 0 .. context_max - 1 */
     uint32_t rows_max;         /* tokens of a step */
     uint32_t slices_max;       /* of a step; each may sample a token */

@@ -1,13 +1,13 @@
 #include "kernels/team.h"
 
 #include "common/base/clock.h"
+#include "common/base/cpus.h"
 #include "common/base/log.h"
 #include "common/base/mem.h"
 
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -51,6 +51,10 @@ struct kern_team {
     atomic_uint_fast64_t slept_ns;
     uint64_t judged_ns;              /* run since the last judgement */
     uint32_t apart_runs, apart_left; /* with fewer than all threads; and still to go */
+    bool pinned;
+    bool owner_known;
+    pthread_t owner; /* that was pinned last */
+    cpu_set_t pins;
 };
 
 typedef struct helper_start {
@@ -189,10 +193,54 @@ static void judge(kern_team *team, uint64_t ns)
     judge_anew(team);
 }
 
+/* ---- CPUs of their own ---- */
+
+static void pin(const kern_team *team, uint32_t thread, pthread_t handle)
+{
+    uint32_t skip = thread % (uint32_t)CPU_COUNT(&team->pins);
+    cpu_set_t one;
+    int cpu = 0;
+
+    for (; !CPU_ISSET(cpu, &team->pins) || skip-- > 0; cpu++)
+        pd_assert(cpu < CPU_SETSIZE);
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    int error = pthread_setaffinity_np(handle, sizeof one, &one);
+    if (error != 0) {
+        errno = error;
+        pd_log_warn("msg=\"a compute thread is not pinned: %m\" thread=%u cpu=%d", thread, cpu);
+    }
+}
+
+void kern_team_pin(kern_team *team, const cpu_set_t *cpus)
+{
+    if (CPU_COUNT(cpus) == 0)
+        return;
+    team->pins = *cpus;
+    team->pinned = true;
+    team->owner_known = false;
+    for (uint32_t thread = 1; thread <= team->started; thread++)
+        pin(team, thread, team->handles[thread]);
+}
+
+/* Whoever runs first is often not who made the team. */
+static void pin_owner(kern_team *team)
+{
+    pthread_t self = pthread_self();
+
+    if (team->owner_known && pthread_equal(team->owner, self))
+        return;
+    team->owner = self;
+    team->owner_known = true;
+    pin(team, 0, self);
+}
+
 void kern_team_run(kern_team *team, kern_team_fn *fn, void *ctx)
 {
     uint64_t began_ns = team->threads > 1 ? pd_clock_now_ns() : 0;
 
+    if (team->pinned)
+        pin_owner(team);
     team->fn = fn;
     team->ctx = ctx;
     atomic_store_explicit(&team->next, 0, memory_order_relaxed);
@@ -201,16 +249,6 @@ void kern_team_run(kern_team *team, kern_team_fn *fn, void *ctx)
     kern_team_barrier(team);
     if (team->threads > 1)
         judge(team, pd_clock_now_ns() - began_ns);
-}
-
-static uint32_t usable_cores(void)
-{
-    cpu_set_t set;
-
-    if (sched_getaffinity(0, sizeof set, &set) != 0)
-        return 1;
-    int count = CPU_COUNT(&set);
-    return count < 1 ? 1 : count > KERN_THREADS_MAX ? KERN_THREADS_MAX : (uint32_t)count;
 }
 
 static pd_status start_helper(kern_team *team, uint32_t thread)
@@ -237,7 +275,7 @@ pd_status kern_team_create(uint32_t threads, kern_team **team_out)
 
     if (team == NULL)
         return PD_E_NOMEM;
-    threads = threads == 0 ? usable_cores() : threads;
+    threads = threads == 0 ? pd_cpus_usable() : threads;
     team->threads = threads < KERN_THREADS_MAX ? threads : KERN_THREADS_MAX;
     for (uint32_t thread = 1; thread < team->threads && status == PD_OK; thread++) {
         status = start_helper(team, thread);

@@ -10,6 +10,7 @@
 
 #include "common/base/status.h"
 
+#include <sched.h>
 #include <stdint.h>
 
 #define KERN_THREADS_MAX 256
@@ -17,10 +18,13 @@
 typedef struct kern_team kern_team;
 typedef void kern_team_fn(void *ctx, uint32_t thread);
 
-/* threads includes the caller; 0: one a core this process may use. PD_E_IO: a thread could not be
- * started; PD_E_NOMEM. */
+/* threads includes the caller; 0: one a CPU that this process may use. PD_E_IO: a thread could not
+ * be started; PD_E_NOMEM. */
 PD_CHECKED pd_status kern_team_create(uint32_t threads, kern_team **team_out);
 void kern_team_destroy(kern_team *team);
+/* Thread n stays on the n-th of these CPUs (beginning anew where they are fewer), the caller from
+ * its next run on. What the system refuses is logged, and done without. */
+void kern_team_pin(kern_team *team, const cpu_set_t *cpus);
 uint32_t kern_team_threads(const kern_team *team);
 
 /* Of these, how many the next run has. */

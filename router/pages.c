@@ -48,7 +48,8 @@ static void write_placement(pd_buf *out, const pd_msg_placement *placement)
     } texts[] = {{"gpu", placement->bus},
                  {"nic", placement->nic},
                  {"nic_distance", placement->nic_distance},
-                 {"cpus", placement->cpus}};
+                 {"cpus", placement->cpus},
+                 {"pinned", placement->pinned}};
 
     pd_buf_puts(out, "{");
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
@@ -63,7 +64,11 @@ static void write_placement(pd_buf *out, const pd_msg_placement *placement)
         pd_buf_puts(out, "\"numa_node\":null");
     else
         pd_buf_printf(out, "\"numa_node\":%" PRId32, placement->numa_node);
-    pd_buf_printf(out, ",\"bound\":%s}", placement->bound ? "true" : "false");
+    pd_buf_printf(out, ",\"bound\":%s,\"threads\":", placement->bound ? "true" : "false");
+    if (placement->threads == 0)
+        pd_buf_puts(out, "null}");
+    else
+        pd_buf_printf(out, "%" PRIu32 "}", placement->threads);
 }
 
 static void write_worker(void *ctx, const router_worker_view *view)

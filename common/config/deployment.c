@@ -183,6 +183,14 @@ static pd_status read_listen(reading *r, const char *text, pd_listen *target, pd
     return PD_OK;
 }
 
+/* What is wrong with a number where the word would do as well. */
+static void or_auto(pd_scalar_why *why)
+{
+    size_t len = strlen(why->text);
+
+    snprintf(why->text + len, sizeof why->text - len, " (or auto)");
+}
+
 /* One scalar into the struct. */
 static pd_status read_scalar(reading *r, const pd_key *k, const char *text, pd_scalar_why *why)
 {
@@ -206,6 +214,8 @@ static pd_status read_scalar(reading *r, const pd_key *k, const char *text, pd_s
         status = pd_scalar_integer(text, k->min, k->max, &number, why);
         if (status == PD_OK)
             *(uint32_t *)target = (uint32_t)number;
+        else if (k->type == PD_KEY_AUTO)
+            or_auto(why);
         return status;
     case PD_KEY_BOOL: return pd_scalar_bool(text, target, why);
     case PD_KEY_DURATION: return pd_scalar_duration(text, k->min, k->max, target, why);
@@ -938,6 +948,26 @@ uint32_t pd_deployment_processes(const pd_deployment *deployment)
                          deployment->decode.workers * deployment->decode.tensor_parallel;
 
     return processes > 0 ? processes : 1;
+}
+
+uint32_t pd_deployment_threads(const pd_deployment *deployment, const pd_deployment_pool *pool,
+                               uint32_t cpus)
+{
+    const pd_deployment_pool *const pools[] = {&deployment->prefill, &deployment->decode};
+    uint64_t given = 0, sharing = 0;
+
+    if (pool->threads != 0)
+        return pool->threads;
+    for (int i = 0; i < 2; i++) {
+        uint64_t processes = (uint64_t)pools[i]->workers * pools[i]->tensor_parallel;
+        given += processes * pools[i]->threads;
+        sharing += pools[i]->threads == 0 ? processes : 0;
+    }
+    pd_assert(sharing > 0);
+    uint64_t each = cpus > given ? (cpus - given) / sharing : 0;
+    return each == 0                          ? 1
+           : each > PD_DEPLOYMENT_THREADS_MAX ? PD_DEPLOYMENT_THREADS_MAX
+                                              : (uint32_t)each;
 }
 
 bool pd_deployment_has_service(const pd_deployment *deployment, const char *name)

@@ -26,9 +26,10 @@
 #include <stdint.h>
 
 #define PD_DEPLOYMENT_ALIASES_MAX 8
-#define PD_DEPLOYMENT_SETS_MAX    128 /* --set options */
-#define PD_DEPLOYMENT_WORKERS_MAX 256 /* of a role, on one host */
-#define PD_DEPLOYMENT_NAME_BYTES  64  /* of a service's name with its NUL */
+#define PD_DEPLOYMENT_SETS_MAX    128  /* --set options */
+#define PD_DEPLOYMENT_WORKERS_MAX 256  /* of a role, on one host */
+#define PD_DEPLOYMENT_THREADS_MAX 1024 /* of a rank */
+#define PD_DEPLOYMENT_NAME_BYTES  64   /* of a service's name with its NUL */
 
 typedef enum pd_router_policy {
     PD_POLICY_KV_AWARE,
@@ -42,6 +43,12 @@ typedef enum pd_router_bus {
     PD_BUS_TCP,
 } pd_router_bus;
 
+typedef enum pd_pin_threads {
+    PD_PIN_NEVER,
+    PD_PIN_AUTO, /* where every worker of the deployment gets CPUs of its own */
+    PD_PIN_ALWAYS,
+} pd_pin_threads;
+
 typedef struct pd_listen {
     const char *text; /* as written: "127.0.0.1:8080", "[::1]:0", "localhost:8080" */
     const char *host; /* without brackets */
@@ -54,16 +61,17 @@ typedef struct pd_deployment_pool {
     uint32_t workers;         /* how many of this role; from workers and ratio, or pool.workers */
     const char *device;       /* "cpu" (its best instructions), "cpu-ref", "cuda:1", "auto", ... */
     uint32_t tensor_parallel; /* ranks of one worker, a process each */
-    uint32_t threads;         /* of one rank; 0: this host's CPUs shared out among the workers */
+    uint32_t threads;         /* of one rank; 0: pd_deployment_threads tells */
     uint32_t max_batch;       /* sequences in one step */
     uint32_t queue_max;       /* requests that may wait in one worker */
     uint32_t chunk_tokens;    /* rows of one prefill step (decode workers prefill short prompts) */
 } pd_deployment_pool;
 
 typedef struct pd_deployment {
-    const char *cluster;    /* [a-z0-9-]{1,63} */
-    const char *state_dir;  /* default ".kvferry/CLUSTER" */
-    pd_log_level log_level; /* of every service */
+    const char *cluster;        /* [a-z0-9-]{1,63} */
+    const char *state_dir;      /* default ".kvferry/CLUSTER" */
+    pd_log_level log_level;     /* of every service */
+    pd_pin_threads pin_threads; /* compute threads on the host's cores, each to a CPU */
 
     struct {
         const char *name; /* default: the model file's name without its extension */
@@ -173,6 +181,11 @@ const char *pd_router_policy_name(pd_router_policy policy); /* as in YAML: "kv-a
 
 /* Processes that compute: every rank of every worker. At least 1. */
 uint32_t pd_deployment_processes(const pd_deployment *deployment);
+
+/* Compute threads of one rank of that pool, where all workers share so many CPUs: what the file
+ * says, or with auto an equal part of what the pools whose threads it gives leave; at least 1. */
+uint32_t pd_deployment_threads(const pd_deployment *deployment, const pd_deployment_pool *pool,
+                               uint32_t cpus);
 
 /* True when name is prefill-I or decode-I with I below the pool's workers. */
 bool pd_deployment_has_service(const pd_deployment *deployment, const char *name);

@@ -22,6 +22,9 @@ const pd_key pd_schema[] = {
      "state, sockets and logs; default .kvferry/CLUSTER"},
     {"log_level", PD_KEY_ENUM, AT(log_level), 0, 0, "info", "error|warn|info|debug|trace",
      "how much every service logs"},
+    {"pin_threads", PD_KEY_ENUM, AT(pin_threads), 0, 0, "never", "never|auto|always",
+     "a CPU for each compute thread; auto: where each worker gets cores of its own, and no cgroup "
+     "limits CPU time"},
     {"model.name", PD_KEY_STRING, AT(model.name), 1, PD_STRING_MAX, NULL, NULL,
      "what clients call the model; default: the file's name"},
     {"model.path", PD_KEY_STRING, AT(model.path), 1, PD_MODEL_PATH_MAX, NULL, NULL,
@@ -92,8 +95,11 @@ const pd_key pd_schema[] = {
      "what computes; cpu: its best instructions; auto: a GPU where there is one"},
     {"prefill.tensor_parallel", PD_KEY_INTEGER, AT(prefill.tensor_parallel), 1, 64, "1", NULL,
      "ranks that the model is split among, a process each; divides its heads"},
-    {"prefill.threads", PD_KEY_AUTO, AT(prefill.threads), 1, 1024, "auto", NULL,
-     "compute threads of one rank of a worker; auto: the CPUs shared out"},
+    {"prefill.threads", PD_KEY_AUTO, AT(prefill.threads), 1, PD_DEPLOYMENT_THREADS_MAX, "auto",
+     NULL,
+     "compute threads of one rank of a worker; auto: the CPUs that may be used (affinity, cgroup "
+     "quota), shared out among "
+     "all workers"},
     {"prefill.max_batch", PD_KEY_INTEGER, AT(prefill.max_batch), 1, 1024, "8", NULL,
      "sequences in one step"},
     {"prefill.queue_max", PD_KEY_INTEGER, AT(prefill.queue_max), 1, 65536, "256", NULL,
@@ -106,8 +112,10 @@ const pd_key pd_schema[] = {
      "what computes; cpu: its best instructions; auto: a GPU where there is one"},
     {"decode.tensor_parallel", PD_KEY_INTEGER, AT(decode.tensor_parallel), 1, 64, "1", NULL,
      "ranks that the model is split among, a process each; divides its heads"},
-    {"decode.threads", PD_KEY_AUTO, AT(decode.threads), 1, 1024, "auto", NULL,
-     "compute threads of one rank of a worker; auto: the CPUs shared out"},
+    {"decode.threads", PD_KEY_AUTO, AT(decode.threads), 1, PD_DEPLOYMENT_THREADS_MAX, "auto", NULL,
+     "compute threads of one rank of a worker; auto: the CPUs that may be used (affinity, cgroup "
+     "quota), shared out among "
+     "all workers"},
     {"decode.max_batch", PD_KEY_INTEGER, AT(decode.max_batch), 1, 1024, "64", NULL,
      "sequences in one step"},
     {"decode.queue_max", PD_KEY_INTEGER, AT(decode.queue_max), 1, 65536, "256", NULL,
@@ -185,6 +193,8 @@ static const struct {
     {"model.alias", "model.aliases"},
     {"model.context_length", "model.context"},
     {"model.max_model_len", "model.context"},
+    {"prefill.pin_threads", "pin_threads"},
+    {"decode.pin_threads", "pin_threads"},
     {"prefill.tp", "prefill.tensor_parallel"},
     {"decode.tp", "decode.tensor_parallel"},
     {"prefill.tensor_parallel_size", "prefill.tensor_parallel"},

@@ -164,6 +164,8 @@ static Kvw__Placement *pack_placement(Kvw__Placement *out, const pd_msg_placemen
     out->nic_distance = text(in->nic_distance);
     out->cpus = text(in->cpus);
     out->bound = in->bound;
+    out->threads = in->threads;
+    out->pinned = text(in->pinned);
     return out;
 }
 

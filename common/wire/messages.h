@@ -77,7 +77,9 @@ typedef struct pd_msg_placement {
     char nic[72];      /* "mlx5_0 (eth2)"; "": unknown */
     char nic_distance[24];
     char cpus[96];
-    bool bound; /* it runs on these alone */
+    bool bound;       /* it runs on these alone */
+    uint32_t threads; /* that compute there; 0: its GPU does, or not told */
+    char pinned[96];  /* their CPUs, one each; "": they may run on any of cpus */
 } pd_msg_placement;
 
 typedef struct pd_msg_hello {

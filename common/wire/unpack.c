@@ -134,6 +134,9 @@ static void take_placement(unpacking *un, const Kvw__Placement *in, pd_msg_place
               "placement.nic_distance is too long");
     take_text(un, in->cpus, out->cpus, sizeof out->cpus, true, "placement.cpus is too long");
     out->bound = in->bound;
+    out->threads = in->threads;
+    take_text(un, in->pinned, out->pinned, sizeof out->pinned, true,
+              "placement.pinned is too long");
 }
 
 /* Behind the pids, which they go with. */

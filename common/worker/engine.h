@@ -10,11 +10,14 @@
 #include "common/worker/ranks.h"
 #include "common/worker/step.h"
 
+#include <sched.h>
+
 typedef struct pd_worker_engine pd_worker_engine;
 
 typedef struct pd_worker_engine_options {
     const char *device;         /* "cpu", "cpu-ref", "cuda:1", "auto", ... */
     uint32_t threads;           /* 0: one a usable core */
+    const cpu_set_t *pins;      /* CPUs of the threads, in turn; NULL: any */
     uint32_t context_max;       /* positions */
     uint32_t rows_max;          /* tokens of a step */
     uint32_t slices_max;        /* of a step */

@@ -96,6 +96,20 @@ void pd_cpu_list_write(const cpu_set_t *cpus, char *out, size_t size)
     }
 }
 
+bool pd_machine_siblings(const char *sysfs, int cpu, cpu_set_t *cpus_out)
+{
+    char folder[PATH_MAX], text[TEXT_BYTES];
+    cpu_set_t cpus;
+
+    if ((size_t)snprintf(folder, sizeof folder, "%s/devices/system/cpu/cpu%d/topology", sysfs,
+                         cpu) >= sizeof folder ||
+        !read_line(folder, "thread_siblings_list", text) || !pd_cpu_list_parse(text, &cpus) ||
+        !CPU_ISSET(cpu, &cpus))
+        return false;
+    *cpus_out = cpus;
+    return true;
+}
+
 static int by_number(const void *a, const void *b)
 {
     const pd_numa_node *left = a, *right = b;

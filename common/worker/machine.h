@@ -61,6 +61,9 @@ pd_pci_distance pd_pci_distance_of(const pd_pci_place *a, const pd_pci_place *b,
                                    uint32_t *hops_out);
 const char *pd_pci_distance_name(pd_pci_distance distance); /* "behind one bridge" */
 
+/* CPUs of the same core (hardware threads), the given one among them. False: not known. */
+bool pd_machine_siblings(const char *sysfs, int cpu, cpu_set_t *cpus_out);
+
 /* "0-3,8": as the kernel writes sets of CPUs. False: not such a text, or a number that cpu_set_t
  * does not hold. */
 bool pd_cpu_list_parse(const char *text, cpu_set_t *cpus_out);

@@ -41,21 +41,39 @@ static const pd_numa_node *roomiest(const pd_machine *machine, const pd_placemen
 }
 
 /* Every worker does the same sum, in the same order, up to itself. */
+typedef struct sharing_out {
+    int64_t left[PD_MACHINE_NODES_MAX]; /* CPUs of each node */
+} sharing_out;
+
+static void begin_sharing(const pd_machine *machine, const pd_placement_options *options,
+                          sharing_out *sharing)
+{
+    for (uint32_t i = 0; i < machine->nodes_count; i++) {
+        cpu_set_t cpus = usable_of(&machine->nodes[i], options);
+        sharing->left[i] = CPU_COUNT(&cpus);
+    }
+}
+
+/* The next worker's node; NULL: none holds it. */
+static const pd_numa_node *take_node(const pd_machine *machine, const pd_placement_options *options,
+                                     sharing_out *sharing, uint32_t threads)
+{
+    const pd_numa_node *node = roomiest(machine, options, sharing->left, threads);
+
+    if (node != NULL)
+        sharing->left[node - machine->nodes] -= threads;
+    return node;
+}
+
 static const pd_numa_node *node_for_cores(const pd_machine *machine,
                                           const pd_placement_options *options)
 {
-    int64_t left[PD_MACHINE_NODES_MAX];
+    sharing_out sharing;
 
-    for (uint32_t i = 0; i < machine->nodes_count; i++) {
-        cpu_set_t cpus = usable_of(&machine->nodes[i], options);
-        left[i] = CPU_COUNT(&cpus);
-    }
-    for (uint32_t i = 0; i < options->before_count; i++) {
-        const pd_numa_node *taken = roomiest(machine, options, left, options->before[i]);
-        if (taken != NULL)
-            left[taken - machine->nodes] -= options->before[i];
-    }
-    return roomiest(machine, options, left, options->threads);
+    begin_sharing(machine, options, &sharing);
+    for (uint32_t i = 0; i < options->before_count; i++)
+        (void)take_node(machine, options, &sharing, options->before[i]);
+    return take_node(machine, options, &sharing, options->threads);
 }
 
 static const pd_numa_node *node_of(const pd_machine *machine, int number)
@@ -91,6 +109,67 @@ static void choose_node(const pd_machine *machine, const pd_placement_options *o
         return;
     placement->cpus = cpus;
     placement->bound = !CPU_EQUAL(&cpus, &options->usable);
+}
+
+/* ---- CPUs of its own ---- */
+
+static uint32_t workers_of(const pd_placement_options *options)
+{
+    return options->before_count + 1 + options->after_count;
+}
+
+static uint32_t threads_at(const pd_placement_options *options, uint32_t worker)
+{
+    return worker < options->before_count    ? options->before[worker]
+           : worker == options->before_count ? options->threads
+                                             : options->after[worker - options->before_count - 1];
+}
+
+/* Those that share CPUs with this worker: on its node, or, where there is no choice of nodes, all.
+ * False: some worker is on no node in particular, and may run on anybody's CPUs. */
+static bool teams_here(const pd_machine *machine, const pd_placement_options *options,
+                       pd_pinning_options *pinning, uint32_t *teams)
+{
+    const pd_numa_node *own = machine->nodes_count > 1 ? node_for_cores(machine, options) : NULL;
+    bool all_placed = true;
+    sharing_out sharing;
+
+    begin_sharing(machine, options, &sharing);
+    for (uint32_t i = 0; i < workers_of(options); i++) {
+        uint32_t threads = threads_at(options, i);
+        const pd_numa_node *node =
+            machine->nodes_count > 1 ? take_node(machine, options, &sharing, threads) : NULL;
+        all_placed = all_placed && (node != NULL || machine->nodes_count < 2);
+        if (i == options->before_count)
+            pinning->own = pinning->teams_count;
+        if (own == NULL || node == own)
+            teams[pinning->teams_count++] = threads;
+    }
+    pinning->cpus = own != NULL ? usable_of(own, options) : options->usable;
+    return all_placed;
+}
+
+static void choose_pins(const pd_machine *machine, const pd_placement_options *options,
+                        pd_placement *placement)
+{
+    uint32_t teams[PD_PLACEMENT_WORKERS_MAX];
+    pd_pinning_options pinning = {.sysfs = options->sysfs,
+                                  .teams = teams,
+                                  .part = options->rank,
+                                  .parts = options->ranks > 0 ? options->ranks : 1,
+                                  .wish = options->pin_threads};
+
+    pd_assert(workers_of(options) <= PD_PLACEMENT_WORKERS_MAX);
+    if (options->device != NULL || options->pin_threads == PD_PIN_NEVER)
+        return;
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < workers_of(options); i++)
+        all += threads_at(options, i);
+    bool all_placed = teams_here(machine, options, &pinning, teams);
+    if (options->pin_threads == PD_PIN_AUTO &&
+        (!all_placed || options->quota || all > (uint64_t)CPU_COUNT(&options->usable)))
+        return;
+    placement->pinned = pd_pinning_choose(&pinning, &placement->pins);
 }
 
 /* ---- the network device ---- */
@@ -160,7 +239,11 @@ static void choose_nic(const pd_machine *machine, const pd_placement_options *op
 void pd_placement_choose(const pd_placement_options *options, pd_placement *placement_out)
 {
     pd_pci_place at = {.numa_node = -1};
-    pd_placement placement = {.numa_node = -1, .cpus = options->usable, .nic_distance = PD_PCI_FAR};
+    uint32_t ranks = options->ranks > 0 ? options->ranks : 1;
+    pd_placement placement = {.numa_node = -1,
+                              .cpus = options->usable,
+                              .threads = options->device == NULL ? options->threads / ranks : 0,
+                              .nic_distance = PD_PCI_FAR};
     pd_machine machine;
 
     pd_machine_read(options->sysfs, &machine);
@@ -169,6 +252,7 @@ void pd_placement_choose(const pd_placement_options *options, pd_placement *plac
         at = pd_machine_find(options->sysfs, options->device->bus);
     }
     choose_node(&machine, options, &at, &placement);
+    choose_pins(&machine, options, &placement);
     at.numa_node = placement.numa_node;
     choose_nic(&machine, options, &at, &placement);
     *placement_out = placement;
@@ -207,6 +291,14 @@ void pd_placement_apply(pd_placement *placement)
 void pd_placement_cpus(const pd_placement *placement, char out[PD_PLACEMENT_CPUS_BYTES])
 {
     pd_cpu_list_write(&placement->cpus, out, PD_PLACEMENT_CPUS_BYTES);
+}
+
+void pd_placement_pins(const pd_placement *placement, char out[PD_PLACEMENT_CPUS_BYTES])
+{
+    cpu_set_t none;
+
+    CPU_ZERO(&none);
+    pd_cpu_list_write(placement->pinned ? &placement->pins : &none, out, PD_PLACEMENT_CPUS_BYTES);
 }
 
 void pd_placement_nic(const pd_placement *placement, char out[PD_PLACEMENT_NIC_BYTES])

@@ -215,6 +215,8 @@ static void tell_placement(const pd_placement *from, pd_msg_placement *to)
     }
     pd_placement_cpus(from, to->cpus);
     to->bound = from->bound;
+    to->threads = from->threads;
+    pd_placement_pins(from, to->pinned);
 }
 
 static void say_hello(worker *w)

@@ -1,5 +1,6 @@
 #include "common/worker/setup.h"
 
+#include "common/base/cpus.h"
 #include "common/base/log.h"
 
 #include <sched.h>
@@ -148,25 +149,15 @@ static cpu_set_t usable_cpus(void)
     return cpus;
 }
 
-/* This host's CPUs, shared out among its workers and their ranks. */
-static uint32_t threads_of(const pd_worker_setup *setup, const pd_deployment_pool *pool,
-                           const cpu_set_t *usable)
-{
-    if (pool->threads != 0)
-        return pool->threads;
-    uint32_t each = (uint32_t)CPU_COUNT(usable) / pd_deployment_processes(&setup->deployment);
-    return each > 0 ? each : 1;
-}
-
 static bool on_cores(const pd_deployment_pool *pool)
 {
     return strncmp(pool->device, "cpu", 3) == 0;
 }
 
-/* Threads of each worker on the host's cores that comes before this one: prefill-0, prefill-1, ...,
- * decode-0, ... Returns how many. */
-static uint32_t workers_before(const pd_worker_setup *setup, const cpu_set_t *usable,
-                               uint32_t before[PD_DEPLOYMENT_WORKERS_MAX * 2])
+/* Threads of each worker on the host's cores: prefill-0, prefill-1, ..., decode-0, ... Returns how
+ * many they are; *own_out is this one's place. */
+static uint32_t workers_on_cores(const pd_worker_setup *setup, uint32_t cpus,
+                                 uint32_t threads_out[PD_PLACEMENT_WORKERS_MAX], uint32_t *own_out)
 {
     const pd_deployment *d = &setup->deployment;
     const pd_deployment_pool *const pools[] = {&d->prefill, &d->decode};
@@ -175,11 +166,12 @@ static uint32_t workers_before(const pd_worker_setup *setup, const cpu_set_t *us
 
     for (int i = 0; i < 2; i++) {
         bool ours = pools[i] == setup->pool;
-        uint32_t workers = ours ? (uint32_t)own : pools[i]->workers;
-        for (uint32_t n = 0; n < workers && (on_cores(pools[i]) || ours); n++)
-            before[count++] = threads_of(setup, pools[i], usable) * pools[i]->tensor_parallel;
-        if (ours)
-            break;
+        for (uint32_t n = 0; n < pools[i]->workers && (on_cores(pools[i]) || ours); n++) {
+            if (ours && n == own)
+                *own_out = count;
+            threads_out[count++] =
+                pd_deployment_threads(d, pools[i], cpus) * pools[i]->tensor_parallel;
+        }
     }
     return count;
 }
@@ -187,24 +179,35 @@ static uint32_t workers_before(const pd_worker_setup *setup, const cpu_set_t *us
 /* Ranks start before rank 0 takes its place, so that each finds its own in the whole machine. */
 static pd_status take_place(pd_worker_setup *setup)
 {
-    uint32_t before[PD_DEPLOYMENT_WORKERS_MAX * 2];
+    uint32_t workers[PD_PLACEMENT_WORKERS_MAX], own = 0;
     pd_worker_engine_options engine = {.device = setup->pool->device,
                                        .ranks = setup->pool->tensor_parallel};
-    pd_placement_options options = {
-        .sysfs = "/sys", .usable = usable_cpus(), .before = before, .carries = pd_net_has_address};
+    pd_placement_options options = {.sysfs = "/sys",
+                                    .usable = usable_cpus(),
+                                    .quota = pd_cpus_quota("") > 0,
+                                    .pin_threads = setup->deployment.pin_threads,
+                                    .carries = pd_net_has_address};
+    char pins[PD_PLACEMENT_CPUS_BYTES];
     char cpus[PD_PLACEMENT_CPUS_BYTES], nic[PD_PLACEMENT_NIC_BYTES], node[16] = "unknown";
+    uint32_t cpus_usable = pd_cpus_usable();
     pd_device_place device;
 
     if (setup->place.ranks > 1)
         engine.place = &setup->place;
-    setup->threads = threads_of(setup, setup->pool, &options.usable);
+    setup->threads = pd_deployment_threads(&setup->deployment, setup->pool, cpus_usable);
     options.threads = setup->threads;
     pd_status status = setup->options->engine->locate(&engine, &device);
     if (status == PD_OK && device.bus[0] != '\0') {
         options.device = &device;
     } else if (status == PD_OK || status == PD_E_NOT_FOUND) { /* an emulated one is on the cores */
-        options.threads *= setup->pool->tensor_parallel;
-        options.before_count = workers_before(setup, &options.usable, before);
+        uint32_t count = workers_on_cores(setup, cpus_usable, workers, &own);
+        options.before = workers;
+        options.before_count = own;
+        options.after = &workers[own + 1];
+        options.after_count = count - own - 1;
+        options.rank = setup->place.rank;
+        options.ranks = setup->pool->tensor_parallel;
+        options.threads *= options.ranks;
     } else {
         return status;
     }
@@ -213,13 +216,15 @@ static pd_status take_place(pd_worker_setup *setup)
     pd_placement_apply(placement);
     pd_placement_cpus(placement, cpus);
     pd_placement_nic(placement, nic);
+    pd_placement_pins(placement, pins);
     if (placement->numa_node >= 0)
         snprintf(node, sizeof node, "%d", placement->numa_node);
     pd_log_info("msg=\"placed\" gpu=%s numa_node=%s nic=\"%s\" nic_is=\"%s\" cpus=%s bound=%d "
-                "near_memory=%d",
+                "near_memory=%d threads=%u cpus_usable=%u pinned=%s",
                 options.device == NULL ? "none" : placement->bus, node, nic,
                 pd_pci_distance_name(placement->nic_distance), cpus, placement->bound,
-                placement->near_memory);
+                placement->near_memory, placement->threads, cpus_usable,
+                pins[0] != '\0' ? pins : "none");
     return PD_OK;
 }
 
@@ -330,6 +335,7 @@ static pd_worker_engine_options engine_options(const pd_worker_setup *setup)
     return (pd_worker_engine_options){
         .device = pool->device,
         .threads = setup->threads,
+        .pins = setup->placement.pinned ? &setup->placement.pins : NULL,
         .context_max = setup->context,
         .rows_max = rows,
         .slices_max = pool->max_batch,

@@ -19,6 +19,7 @@ typedef struct kern_engine_options {
     const char *device; /* as in kernels/plugins.h */
     /* as the backend's */
     uint32_t threads, context_max, rows_max, slices_max, sampled_rows_max, logits_rows_max;
+    const cpu_set_t *pins;
     uint32_t rank, ranks;
     struct kern_comm *comm; /* NULL: one rank */
     pd_memory_reach pool_reach;

@@ -208,6 +208,8 @@ pd_status kern_model_create(const pd_model_file *file, const kern_options *optio
             kern_weights_init(file, model->ops, &model->split, &options->packs, &model->weights);
     if (status == PD_OK)
         status = kern_team_create(options->threads, &model->team);
+    if (status == PD_OK && options->pins != NULL)
+        kern_team_pin(model->team, options->pins);
     if (status == PD_OK)
         status = allocate(model);
     if (status != PD_OK) {

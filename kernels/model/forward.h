@@ -20,11 +20,12 @@
 typedef struct kern_model kern_model;
 
 typedef struct kern_options {
-    const char *device;   /* "cpu": the fastest here; "cpu-ref": the scalar reference; "cpu-avx2",
-                             "cpu-avx512", "cpu-amx": that one or PD_E_UNSUPPORTED */
-    uint32_t threads;     /* compute threads, the caller's included; 0: one a usable core */
-    uint32_t context_max; /* positions 0 .. context_max - 1 */
-    uint32_t rows_max;    /* tokens a step */
+    const char *device;    /* "cpu": the fastest here; "cpu-ref": the scalar reference; "cpu-avx2",
+                              "cpu-avx512", "cpu-amx": that one or PD_E_UNSUPPORTED */
+    uint32_t threads;      /* compute threads, the caller's included; 0: one a usable core */
+    const cpu_set_t *pins; /* their CPUs, in turn; NULL: any */
+    uint32_t context_max;  /* positions 0 .. context_max - 1 */
+    uint32_t rows_max;     /* tokens a step */
     uint32_t logits_rows_max; /* rows of a step whose logits are wanted */
     kern_comm *comm;          /* of the ranks; NULL: there is one. Outlives the model */
     kern_packs_place packs;   /* of the packed weights; all 0: private memory */

@@ -55,6 +55,7 @@ static kern_options forward_options(const kern_backend_options *options)
     return (kern_options){
         .device = options->variant != NULL ? options->variant : "cpu",
         .threads = options->threads,
+        .pins = options->pins,
         .context_max = options->context_max,
         .rows_max = options->rows_max,
         .logits_rows_max = sampled_rows_max(options) + options->logits_rows_max,

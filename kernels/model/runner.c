@@ -37,6 +37,7 @@ static kern_engine_options engine_options(const pd_worker_engine_options *option
     return (kern_engine_options){
         .device = options->device,
         .threads = options->threads,
+        .pins = options->pins,
         .context_max = options->context_max,
         .rows_max = options->rows_max,
         .slices_max = options->slices_max,

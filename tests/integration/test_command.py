@@ -157,19 +157,35 @@ class Command(unittest.TestCase):
 
     def test_status_tells_where_every_rank_is(self):
         self.assertEqual(self.up()[0], 0)
-        place = {"gpu": None, "nic": None, "nic_distance": None, "cpus": "0-31", "numa_node": None, "bound": False}
+        place = {"gpu": None, "nic": None, "nic_distance": None, "cpus": "0-31", "numa_node": None, "bound": False, "threads": None, "pinned": None}
         gpus = [dict(place, gpu=f"0000:{bus}:00.0", nic=f"mlx5_{n} (eth{n})", nic_distance="behind one bridge", numa_node=n // 2, bound=True)
                 for n, bus in enumerate(("1b", "3d", "9a"))]
         worker = {"name": "decode-0", "tensor_parallel": 3, "rank_pids": [71, 72], "placement": gpus[0], "rank_placements": gpus[1:]}
-        self.tell("workers", [worker, {"name": "prefill-0", "placement": place, "rank_placements": []}])
+        self.tell("workers", [worker, {"name": "prefill-0", "placement": dict(place, threads=1), "rank_placements": [dict(place, threads=2, pinned="4-5")]}])
         rc, table, err = self.run_kvferry("status", "-f", self.file)
         self.assertEqual((rc, err), (0, ""))
         self.assertEqual([line for line in table.splitlines() if ": " in line and line.startswith(("decode-0", "prefill-0"))], [
             "decode-0: ranks 1 to 2 are pids 71, 72",
-            "prefill-0: host's cores, NUMA node unknown, NIC unknown, CPUs 0-31 (not bound)",
+            "prefill-0: host's cores, NUMA node unknown, NIC unknown, CPUs 0-31 (not bound), 1 thread",
+            "prefill-0/1: host's cores, NUMA node unknown, NIC unknown, CPUs 0-31 (not bound), 2 threads pinned to 4-5",
             "decode-0: GPU 0000:1b:00.0, NUMA node 0, NIC mlx5_0 (eth0) behind one bridge, CPUs 0-31",
             "decode-0/1: GPU 0000:3d:00.0, NUMA node 0, NIC mlx5_1 (eth1) behind one bridge, CPUs 0-31",
             "decode-0/2: GPU 0000:9a:00.0, NUMA node 1, NIC mlx5_2 (eth2) behind one bridge, CPUs 0-31"])
+
+    def test_auto_threads_are_shared_out(self):
+        cpus = len(os.sched_getaffinity(0))
+        for sets, prefill, decode in (((), max(1, cpus // 3), max(1, cpus // 3)), (("--set", "prefill.threads=1"), 1, max(1, cpus - 2)),
+                                      (("--set", "decode.threads=3"), max(1, (cpus - 3) // 2), 3)):
+            self.assertEqual(self.up(*sets)[0], 0)
+            for name, threads in (("prefill-0", f"prefill.threads={prefill}"), ("decode-0", f"decode.threads={decode}")):
+                words = self.command_line(self.service(name)["pid"]).split("\0")
+                self.assertEqual([word for word in words if word.startswith(threads.split("=")[0])][-1], threads, sets)
+            self.assertEqual(self.run_kvferry("down", "-f", self.file)[0], 0)
+        self.assert_refused(self.up("--set", "decode.threads=some"), "--set 1: decode.threads: must be", "auto", "some")
+        self.write(YAML.format(state=self.state, model=self.model) + "prefill: {threads: -1}\n")
+        rc, out, err = self.up()
+        self.assertEqual((rc, err.count("\n")), (1, 1), err)
+        self.assertIn(f"{self.file}:8:20: prefill.threads: must be", err)
 
     def test_up_fails_with_the_services_own_error(self):
         for mode in ("fail", "usage"):

@@ -44,11 +44,13 @@ def assert_placed(one, name, status, gpu):
         assert f", NIC {place['nic']} {place['nic_distance']}, " in line, line
         assert os.path.exists(f"/sys/class/net/{net}/device") or os.path.exists(f"/sys/class/infiniband/{net}/device"), place
     if len(nodes) < 2:
-        assert not place["bound"] and line.endswith(" (not bound)"), line
-        allowed = re.search(r"Cpus_allowed_list:\s*(\S+)", open("/proc/self/status", encoding="ascii").read()).group(1)
+        assert not place["bound"] and " (not bound)" in line, line
+        allowed = allowed_cpus("/proc/self")
         assert place["cpus"] == allowed and f", CPUs {allowed} " in line, line
+    assert place["threads"] == (None if gpu else 1) and line.endswith(", 1 thread") == (not gpu), line
     placed = [text for text in one.logs()[f"logs/{name}.log"].splitlines() if 'msg="placed"' in text]
     assert len(placed) == 1 and f" gpu={gpu or 'none'} " in placed[0] and f" cpus={place['cpus']} " in placed[0], placed
+    assert f" threads={0 if gpu else 1} " in placed[0], placed
 
 
 @pytest.mark.parametrize("prefill, decode", [("cuda", "cuda:1"), ("cpu", "auto"), ("auto", "cpu")])
@@ -69,6 +71,35 @@ def test_workers_on_a_plugin_serve_as_the_hosts_do(plain, monkeypatch, tmp_path,
         assert one.metric("kvferry_seal_failures_total") == 0 and one.metric("kvferry_refetches_total") == 0
         for path, text in one.logs().items():
             assert "cannot be mapped" not in text and "transfers within this host are slow" not in text, path
+
+
+def allowed_cpus(path):
+    with open(os.path.join(path, "status"), encoding="ascii") as file:
+        return re.search(r"Cpus_allowed_list:\s*(\S+)", file.read()).group(1)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_pinned_workers_compute_on_cpus_of_their_own():
+    """One thread of each, the one that computes; whatever else a worker runs may go anywhere."""
+    with cl.Cluster(pin_threads="always") as one:
+        first = one.complete(PROMPTS[0], 8, ignore_eos=True).token_ids
+        _, status, _ = one.kvferry("status", "-f", one.file)
+        places = {name: one.worker(name)["placement"] for name in ("prefill-0", "decode-0")}
+        for name, place in places.items():
+            assert re.fullmatch(r"\d+", place["pinned"]), place
+            assert f", 1 thread pinned to {place['pinned']}\n" in status, status
+            pid = next(pid for pid, command in one.processes().items() if f"--name {name} " in command)
+            tasks = f"/proc/{pid}/task"
+            masks = [allowed_cpus(os.path.join(tasks, task)) for task in os.listdir(tasks)]
+            assert masks.count(place["pinned"]) == 1 and masks.count(place["cpus"]) == len(masks) - 1, masks
+            placed = next(text for text in one.logs()[f"logs/{name}.log"].splitlines() if 'msg="placed"' in text)
+            assert placed.endswith(f" pinned={place['pinned']}"), placed
+        assert places["prefill-0"]["pinned"] != places["decode-0"]["pinned"]
+    with cl.Cluster() as one:  # nothing is pinned unless somebody says so
+        assert one.complete(PROMPTS[0], 8, ignore_eos=True).token_ids == first
+        assert one.worker("decode-0")["placement"]["pinned"] is None
+        _, status, _ = one.kvferry("status", "-f", one.file)
+        assert "pinned" not in status, status
 
 
 def once(condition, act):

@@ -61,6 +61,7 @@ static void a_model_is_all_that_is_needed(void **state)
     assert_string_equal(d.cluster, "local");
     assert_string_equal(d.state_dir, ".kvferry/local");
     assert_int_equal(d.log_level, PD_LOG_INFO);
+    assert_int_equal(d.pin_threads, PD_PIN_NEVER);
     assert_string_equal(d.model.name, "m");
     assert_int_equal(d.model.context, 0);
     assert_int_equal(d.workers, 2);
@@ -163,6 +164,60 @@ static void formats_of_kv_are_the_ones_that_every_worker_reads(void **state)
         "cuda-emu; f16 would do\n");
 }
 
+static void threads_are_given_or_shared_out(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text;
+        uint32_t cpus, prefill, decode;
+    } cases[] = {
+        {MODEL, 2, 1, 1}, /* a laptop: one each */
+        {MODEL, 1, 1, 1},
+        {MODEL, 8, 4, 4},
+        {MODEL, 9, 4, 4},
+        {MODEL "prefill: {threads: auto}\ndecode: {threads: auto}\n", 6, 3, 3},
+        {MODEL "ratio: 2:1\n", 8, 2, 2},
+        {MODEL "ratio: 2:1\n", 2, 1, 1},
+        {MODEL "prefill: {tensor_parallel: 3}\n", 16, 4, 4}, /* each rank of a worker */
+        {MODEL "prefill: {threads: 1}\n", 8, 1, 7},          /* what the others leave */
+        {MODEL "ratio: 2:3\nprefill: {threads: 2}\n", 16, 2, 4},
+        {MODEL "decode: {tensor_parallel: 2, threads: 3}\n", 8, 2, 3},
+        {MODEL "decode: {threads: 8}\n", 8, 1, 8},
+        {MODEL "decode: {threads: 20}\n", 8, 1, 20},
+        {MODEL "prefill: {threads: 5}\ndecode: {threads: 6}\n", 2, 5, 6},
+        {MODEL, 1u << 20, 1024, 1024},
+    };
+
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        pd_deployment d = good(cases[i].text);
+        assert_int_equal(pd_deployment_threads(&d, &d.prefill, cases[i].cpus), cases[i].prefill);
+        assert_int_equal(pd_deployment_threads(&d, &d.decode, cases[i].cpus), cases[i].decode);
+        pd_deployment_fini(&d);
+    }
+    bad(MODEL "prefill:\n  threads: 2000\ndecode: {threads: all}\n",
+        "f.yaml:3:12: prefill.threads: must be 1 to 1024, not 2000 (or auto)\n"
+        "f.yaml:4:19: decode.threads: must be a whole number, not 'all' (or auto)\n");
+}
+
+static void threads_are_pinned_where_it_says_so(void **state)
+{
+    (void)state;
+    static const char *const names[] = {"never", "auto", "always"};
+
+    for (int i = 0; i < 3; i++) {
+        char text[64];
+        snprintf(text, sizeof text, MODEL "pin_threads: %s\n", names[i]);
+        pd_deployment d = good(text);
+        assert_int_equal(d.pin_threads, PD_PIN_NEVER + i);
+        pd_deployment_fini(&d);
+    }
+    assert_int_equal(PD_PIN_AUTO, 1);
+    assert_int_equal(PD_PIN_ALWAYS, 2);
+    bad(MODEL "pin_threads: yes\ndecode: {pin_threads: auto}\n",
+        "f.yaml:2:14: pin_threads: must be one of never, auto, always, not 'yes'\n"
+        "f.yaml:3:10: decode.pin_threads: unknown key; it is called 'pin_threads' here\n");
+}
+
 static void wrong_shapes_are_named(void **state)
 {
     (void)state;
@@ -174,9 +229,9 @@ static void wrong_shapes_are_named(void **state)
     bad(MODEL "router: {control: 'tcp://h:5', tokens: 'tcp://h:5'}\n",
         "f.yaml:2:19: router.control: three different endpoints are needed, 'tcp://h:5' comes "
         "twice\n");
-    bad(MODEL "zone: NO\n",
-        "f.yaml:2:1: zone: unknown key; known here: cluster, state_dir, log_level, model, workers, "
-        "ratio, router, prefill, decode, kv, transfer, heartbeat\n");
+    bad(MODEL "zone: NO\n", "f.yaml:2:1: zone: unknown key; known here: cluster, state_dir, "
+                            "log_level, pin_threads, model, "
+                            "workers, ratio, router, prefill, decode, kv, transfer, heartbeat\n");
     bad(MODEL "chunk_tokens: 16\n",
         "f.yaml:2:1: chunk_tokens: unknown key at this level; there is 'prefill.chunk_tokens', "
         "'decode.chunk_tokens'\n");
@@ -200,7 +255,8 @@ static void a_list_of_models_holds_one_for_now(void **state)
     pd_deployment_fini(&d);
     bad("models:\n  - {path: a}\n  - {path: b, context: 1_0}\n",
         "f.yaml:3:5: models: 2 models; one cluster serves one model for now\n"
-        "f.yaml:3:24: model.context: '1_0': only plain decimal numbers are read; write 10\n");
+        "f.yaml:3:24: model.context: '1_0': only plain decimal numbers are read; write 10 (or "
+        "auto)\n");
     bad("kv: {memory: 1GiB}\nmodels:\n  - {path: a, kv: {memory: 2GiB}}\n",
         "f.yaml:3:15: models: 'kv' stands here and at the top level (line 1)\n");
     bad("models: []\n" MODEL,
@@ -507,6 +563,8 @@ int main(void)
         cmocka_unit_test(ratio_and_counts_agree),
         cmocka_unit_test(faults_come_all_at_once_in_order),
         cmocka_unit_test(formats_of_kv_are_the_ones_that_every_worker_reads),
+        cmocka_unit_test(threads_are_given_or_shared_out),
+        cmocka_unit_test(threads_are_pinned_where_it_says_so),
         cmocka_unit_test(wrong_shapes_are_named),
         cmocka_unit_test(a_list_of_models_holds_one_for_now),
         cmocka_unit_test(set_overrides_the_file),

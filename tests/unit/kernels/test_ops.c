@@ -11,6 +11,8 @@
 
 #include "common/base/mem.h"
 
+#include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -657,6 +659,70 @@ static void a_team_goes_on_without_who_is_held_up(void **state)
     kern_team_destroy(late.team);
 }
 
+typedef struct team_places {
+    kern_team *team;
+    cpu_set_t found[3]; /* [thread] */
+} team_places;
+
+static void look_where(void *ctx, uint32_t thread)
+{
+    team_places *places = ctx;
+
+    assert_int_equal(sched_getaffinity(0, sizeof places->found[0], &places->found[thread]), 0);
+}
+
+static void *run_team(void *ctx)
+{
+    team_places *places = ctx;
+
+    kern_team_run(places->team, look_where, places);
+    return NULL;
+}
+
+static int nth_of(const cpu_set_t *cpus, int n)
+{
+    int cpu = 0;
+
+    for (n %= CPU_COUNT(cpus); !CPU_ISSET(cpu, cpus) || n-- > 0;)
+        cpu++;
+    return cpu;
+}
+
+static void assert_each_on_its_own(const team_places *places, const cpu_set_t *cpus)
+{
+    for (int thread = 0; thread < 3; thread++) {
+        assert_int_equal(CPU_COUNT(&places->found[thread]), 1);
+        assert_true(CPU_ISSET(nth_of(cpus, thread), &places->found[thread]));
+    }
+}
+
+/* Whoever runs it is its first thread, and stays where it is put; the others were there before. */
+static void a_pinned_teams_threads_have_a_cpu_each(void **state)
+{
+    team_places places = {0};
+    cpu_set_t before, none;
+    pthread_t other;
+
+    (void)state;
+    assert_int_equal(sched_getaffinity(0, sizeof before, &before), 0);
+    assert_int_equal(kern_team_create(3, &places.team), PD_OK);
+    CPU_ZERO(&none);
+    kern_team_pin(places.team, &none);
+    kern_team_run(places.team, look_where, &places);
+    for (int thread = 0; thread < 3; thread++)
+        assert_true(CPU_EQUAL(&places.found[thread], &before));
+    kern_team_pin(places.team, &before);
+    kern_team_run(places.team, look_where, &places);
+    assert_each_on_its_own(&places, &before);
+    places.found[0] = none;
+    assert_int_equal(sched_setaffinity(0, sizeof before, &before), 0);
+    assert_int_equal(pthread_create(&other, NULL, run_team, &places), 0);
+    assert_int_equal(pthread_join(other, NULL), 0);
+    assert_each_on_its_own(&places, &before);
+    kern_team_destroy(places.team);
+    assert_int_equal(sched_setaffinity(0, sizeof before, &before), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -673,6 +739,7 @@ int main(void)
         cmocka_unit_test(attention_is_accurate),
         cmocka_unit_test(a_team_does_each_item_once),
         cmocka_unit_test(a_team_goes_on_without_who_is_held_up),
+        cmocka_unit_test(a_pinned_teams_threads_have_a_cpu_each),
     };
     choice_filter();
     return cmocka_run_group_tests(tests, set_up, NULL);

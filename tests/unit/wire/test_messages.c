@@ -29,7 +29,12 @@ static const pd_msg_peer PEER = {.name = "decode-1",
 
 static const pd_msg_placement OTHER_RANKS[] = {
     {.bus = "0000:3d:00.0", .numa_node = -1, .cpus = "0-31"},
-    {.numa_node = 1, .nic = "eth0", .nic_distance = "far or unknown", .bound = true}};
+    {.numa_node = 1,
+     .nic = "eth0",
+     .nic_distance = "far or unknown",
+     .bound = true,
+     .threads = 300,
+     .pinned = "0-299"}};
 
 /* The field's number becomes one that there is not. */
 static void hide_rank_pids(pd_buf *buf)

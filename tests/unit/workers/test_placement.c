@@ -524,6 +524,135 @@ static void more_devices_than_fit_are_left_out(void **state)
     assert_int_equal(machine.nodes_count, PD_MACHINE_NODES_MAX);
 }
 
+/* ---- CPUs of its own ---- */
+
+/* Hardware threads of one core, such as "0,4". */
+static void make_core(const char *list)
+{
+    cpu_set_t cpus = cpus_of(list);
+
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (CPU_ISSET(cpu, &cpus))
+            make_file(list, "devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
+    }
+}
+
+/* Where worker `own` of these has its threads; "": anywhere. */
+static void assert_pins(pd_placement_options options, const uint32_t *workers, uint32_t count,
+                        uint32_t own, const char *expected)
+{
+    char text[PD_PLACEMENT_CPUS_BYTES];
+    pd_placement placement;
+
+    options.sysfs = root;
+    options.threads = workers[own];
+    options.before = workers;
+    options.before_count = own;
+    options.after = &workers[own + 1];
+    options.after_count = count - own - 1;
+    pd_placement_choose(&options, &placement);
+    pd_placement_pins(&placement, text);
+    assert_string_equal(text, expected);
+    assert_int_equal(placement.pinned, expected[0] != '\0');
+    uint32_t ranks = options.ranks > 0 ? options.ranks : 1;
+    assert_int_equal(placement.threads, options.device == NULL ? options.threads / ranks : 0);
+}
+
+static void each_worker_gets_cores_of_its_own_or_none_does(void **state)
+{
+    static const struct {
+        uint32_t workers[3], count;
+        const char *automatic[3], *always[3];
+    } cases[] = {
+        {{1, 1}, 2, {"0", "1"}, {"0", "1"}},
+        {{2, 2}, 2, {"0-1", "2-3"}, {"0-1", "2-3"}}, /* a core a thread */
+        {{1, 2, 1}, 3, {"0", "1-2", "3"}, {"0", "1-2", "3"}},
+        {{4, 4}, 2, {"0-1,4-5", "2-3,6-7"}, {"0-1,4-5", "2-3,6-7"}}, /* whole cores */
+        {{2, 4, 2}, 3, {"0,4", "1-2,5-6", "3,7"}, {"0,4", "1-2,5-6", "3,7"}},
+        {{8}, 1, {"0-7"}, {"0-7"}},
+        {{3, 3}, 2, {"", ""}, {"0-1,4", "2,5-6"}}, /* would meet on a core */
+        {{5, 5}, 2, {"", ""}, {"0-2,4-5", "0,3-4,6-7"}},
+        {{9}, 1, {""}, {"0-7"}},
+    };
+
+    (void)state;
+    make_node(0, "0-7\n");
+    for (int core = 0; core < 4; core++) {
+        char list[32];
+        snprintf(list, sizeof list, "%d,%d", core, core + 4);
+        make_core(list);
+    }
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        for (uint32_t own = 0; own < cases[i].count; own++) {
+            pd_placement_options options = {.usable = cpus_of("0-7")};
+            assert_pins(options, cases[i].workers, cases[i].count, own, ""); /* by default */
+            options.pin_threads = PD_PIN_AUTO;
+            assert_pins(options, cases[i].workers, cases[i].count, own, cases[i].automatic[own]);
+            options.quota = true; /* others have what it leaves */
+            assert_pins(options, cases[i].workers, cases[i].count, own, "");
+            options.pin_threads = PD_PIN_ALWAYS;
+            assert_pins(options, cases[i].workers, cases[i].count, own, cases[i].always[own]);
+        }
+    }
+}
+
+static void pins_keep_to_the_mask(void **state)
+{
+    static const uint32_t two[] = {2, 2}, more[] = {2, 3};
+    pd_device_place gpu = {.numa_node = -1};
+    pd_placement_options options = {.usable = cpus_of("2-5"), .pin_threads = PD_PIN_AUTO};
+
+    (void)state; /* nothing is known of cores: each CPU is one */
+    assert_pins(options, two, 2, 0, "2-3");
+    assert_pins(options, two, 2, 1, "4-5");
+    assert_pins(options, more, 2, 0, "");
+    options.usable = cpus_of("1,3,900-901");
+    assert_pins(options, two, 2, 0, "1,3");
+    assert_pins(options, two, 2, 1, "900-901");
+    make_core("1,2"); /* of which one may be used */
+    make_core("3,4");
+    assert_pins(options, two, 2, 0, "1,3");
+    options.device = &gpu; /* which computes by itself */
+    assert_pins(options, two, 2, 0, "");
+    options.pin_threads = PD_PIN_ALWAYS;
+    assert_pins(options, two, 2, 0, "");
+}
+
+static void ranks_share_out_their_workers_cpus(void **state)
+{
+    static const uint32_t workers[] = {4, 2};
+    static const char *const expected[] = {"0-1", "2-3"};
+    pd_placement_options options = {
+        .usable = cpus_of("0-7"), .ranks = 2, .pin_threads = PD_PIN_AUTO};
+
+    (void)state;
+    for (options.rank = 0; options.rank < 2; options.rank++)
+        assert_pins(options, workers, 2, 0, expected[options.rank]);
+    options.ranks = 1;
+    options.rank = 0;
+    assert_pins(options, workers, 2, 1, "4-5");
+}
+
+static void pins_are_on_the_workers_node(void **state)
+{
+    static const uint32_t four[] = {4, 4, 4, 4, 4}, wide[] = {4, 10};
+    static const char *const expected[] = {"0-3", "8-11", "4-7", "12-15"};
+    pd_placement_options options = {.usable = cpus_of("0-15"), .pin_threads = PD_PIN_AUTO};
+
+    (void)state;
+    make_node(0, "0-7\n");
+    make_node(1, "8-15\n");
+    for (uint32_t own = 0; own < 4; own++) {
+        assert_pins(options, four, 4, own, expected[own]);
+        assert_pins(options, four, 5, own, ""); /* more threads than CPUs, together */
+    }
+    assert_pins(options, wide, 2, 0, ""); /* the other is on no node: it may run here, too */
+    assert_pins(options, wide, 2, 1, "");
+    options.pin_threads = PD_PIN_ALWAYS;
+    assert_pins(options, four, 5, 4, "0-3");
+    assert_pins(options, wide, 2, 1, "4-13");
+}
+
 /* ---- sets of CPUs ---- */
 
 static void cpu_lists_are_read_and_written_as_the_kernel_does(void **state)
@@ -616,6 +745,10 @@ int main(void)
         ON_A_MACHINE(the_node_with_most_left_is_taken),
         ON_A_MACHINE(one_node_changes_nothing),
         cmocka_unit_test(no_sysfs_changes_nothing),
+        ON_A_MACHINE(each_worker_gets_cores_of_its_own_or_none_does),
+        ON_A_MACHINE(pins_keep_to_the_mask),
+        ON_A_MACHINE(ranks_share_out_their_workers_cpus),
+        ON_A_MACHINE(pins_are_on_the_workers_node),
         ON_A_MACHINE(of_equals_the_one_with_an_address_is_taken),
         ON_A_MACHINE(what_is_not_up_is_shown_and_carries_nothing),
         ON_A_MACHINE(a_device_below_a_pci_function_is_at_that_function),
