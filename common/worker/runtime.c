@@ -226,6 +226,8 @@ static void say_hello(worker *w)
     pd_msg_hello *hello = &message.hello;
     pd_msg_placement others[PD_RANKS_MAX]; /* ranks 1 .. */
 
+    if (w->leaving)
+        return; /* BYE is the last word: who has left would be refused */
     hello->wire_version = PD_WIRE_VERSION;
     snprintf(hello->name, sizeof hello->name, "%s", s->options->name);
     hello->role = w->ops->role;
@@ -268,6 +270,8 @@ static void say_heartbeat(worker *w)
 {
     pd_message message = {.kind = PD_MSG_HEARTBEAT};
 
+    if (w->leaving)
+        return; /* as in say_hello */
     pd_role_heartbeat(w->ops, w->core, &message.heartbeat);
     message.heartbeat.incarnation = w->setup.incarnation;
     message.heartbeat.role_epoch = 1;
@@ -658,8 +662,7 @@ static void on_beat(void *ctx)
 {
     worker *w = ctx;
 
-    /* After BYE it would come from a worker that the router has given up, and be refused. */
-    if (w->router != 0 && !w->leaving)
+    if (w->router != 0)
         say_heartbeat(w);
     pd_loop_timer_arm(w->beat_timer, pd_clock_now_ns() + w->beat_ns);
 }

@@ -95,6 +95,7 @@ static void on_hello(const char *from, const pd_msg_hello *hello)
     process *worker = sender(from);
     pd_message message = {.kind = PD_MSG_WELCOME};
 
+    assert_false(worker->said_bye && hello->incarnation == worker->hello.incarnation);
     snprintf(worker->identity, sizeof worker->identity, "%s", from);
     if (t.refuse) {
         message.kind = PD_MSG_REFUSED;
@@ -107,6 +108,18 @@ static void on_hello(const char *from, const pd_msg_hello *hello)
     message.welcome = (pd_msg_welcome){t.router, 100, 1000, hello->session};
     to_worker((int)(worker - t.workers), &message);
     introduce();
+}
+
+/* It has left for this router; another one's first heartbeat, and its welcome, may still come. */
+static void on_bye(const char *from)
+{
+    pd_message welcome = {.kind = PD_MSG_WELCOME};
+    pd_message beat = {.kind = PD_MSG_ROUTER_HEARTBEAT, .router_heartbeat.router = t.router + 1};
+
+    sender(from)->said_bye = true;
+    welcome.welcome = (pd_msg_welcome){t.router, 100, 1000, sender(from)->hello.session};
+    if (pd_bus_send(t.bus, from, &welcome) != PD_OK || pd_bus_send(t.bus, from, &beat) != PD_OK)
+        pd_log_debug("msg=\"it has gone already\" from=%s", from);
 }
 
 static asked *asked_of(const pd_request_key *key)
@@ -262,7 +275,7 @@ static void on_message(void *ctx, const char *from, const pd_message *message)
         t.events[strncmp(message->kv_events.name, "decode", 6) == 0] +=
             message->kv_events.events_count;
         break;
-    case PD_MSG_BYE: sender(from)->said_bye = true; break;
+    case PD_MSG_BYE: on_bye(from); break;
     default: fail_msg("a worker sent %s", pd_message_name(message->kind));
     }
 }
