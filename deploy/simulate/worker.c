@@ -14,10 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TICK_NS       (50 * PD_NS_PER_MS)
-#define BEAT_TICKS    2
-#define LOST_AFTER_NS PD_NS_PER_S
-#define CHECK_NS      (2 * PD_NS_PER_MS)
+#define TICK_NS         (50 * PD_NS_PER_MS)
+#define BEAT_TICKS      2
+#define LOST_AFTER_NS   PD_NS_PER_S
+#define CLOCKS_APART_NS (3600 * PD_NS_PER_S)
+#define CHECK_NS        (2 * PD_NS_PER_MS)
 
 /* Blocks being compared with their seals. */
 struct sim_check {
@@ -267,6 +268,12 @@ void sim_worker_freeze(sim_worker *worker, uint64_t for_ns)
 
 /* ---- what reaches a worker ---- */
 
+/* Monotonic clocks begin when their hosts do: the routers' have been up for the shortest time. */
+static uint64_t clock_of(const sim_worker *worker)
+{
+    return worker->world->now_ns + (worker->host + 1) * CLOCKS_APART_NS;
+}
+
 static void say_hello(sim_worker *worker, uint32_t router)
 {
     sim_world *world = worker->world;
@@ -292,7 +299,7 @@ static void say_hello(sim_worker *worker, uint32_t router)
         .pid = worker->index + 1,
         .host = worker->host + 1,
         .session = worker->views[router].session,
-        .clock_ns = world->now_ns,
+        .clock_ns = clock_of(worker),
     };
     snprintf(hello->name, sizeof(hello->name), "%s", worker->name);
     snprintf(hello->model, sizeof(hello->model), "simulated");
@@ -310,7 +317,7 @@ static void say_heartbeat(sim_worker *worker, uint32_t router)
     message.heartbeat.incarnation = worker->incarnation;
     message.heartbeat.role_epoch = 1;
     message.heartbeat.warm = true;
-    message.heartbeat.clock_ns = worker->world->now_ns;
+    message.heartbeat.clock_ns = clock_of(worker);
     sim_net_to_router(worker, router, &message);
 }
 
