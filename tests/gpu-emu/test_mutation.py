@@ -31,6 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("KVFERRY_BUILD", ROOT / "build"))
 KERNELS = ROOT / "kernels" / "cuda"
 FEW = 3
+FULL = os.environ.get("KVFERRY_FULL") == "1"
 # Of a test, when several run at once: one that is beyond it is looked at again, alone, with as many
 # times what the same test took beside it with nothing taken out.
 CPU_S, LIMIT_S = 60, 400
@@ -183,7 +184,7 @@ def run_alone(exe, mutated):
 
 
 def caught(tmp, mutant):
-    """(how, what) the tests said of it, ("", "") when nothing; late: the programs left in the folder to run_alone()."""
+    """(how, what) the tests said of it, ("", "") when nothing; and the programs that were late, left for run_alone()."""
     path, start, end, instead, what = mutant
     folder = tmp / f"{path.name}.{start}"
     (folder / "kernels" / "cuda").mkdir(parents=True)
@@ -223,14 +224,14 @@ def caught_alone(what, late):
     return how, said
 
 
+@pytest.mark.timeout(7200 if FULL else 1200)
 def test_a_missing_barrier_is_found(tmp_path):
     if not (BUILD / "compile_commands.json").exists() or not list((BUILD / "tests").glob("gpu-emu/test_gpu_*_checked")):
         pytest.skip("there is no C++ compiler, or the build has a sanitizer: no kernel is built in its checked form")
     every = list(mutants())
     assert every, "no kernel has a barrier or wait"
-    full = os.environ.get("KVFERRY_FULL") == "1"
     chosen = every
-    if not full and len(every) > FEW:
+    if not FULL and len(every) > FEW:
         seed = int(os.environ.get("KVFERRY_SEED", "1"))
         rounds = (len(every) + FEW - 1) // FEW
         random.Random(seed // rounds).shuffle(every)
@@ -239,7 +240,7 @@ def test_a_missing_barrier_is_found(tmp_path):
     if only:
         chosen = [mutant for mutant in mutants() if re.search(only, mutant[-1])]
     # a file of each test that is used; attention_decode.cu and matmul_tiles.h have places that say what they cost
-    of_test = {tuple(programs_of(users(path)[0])): path for path, *_ in (chosen if full else [])}
+    of_test = {tuple(programs_of(users(path)[0])): path for path, *_ in (chosen if FULL else [])}
     for path in [KERNELS / "rows.cu", *of_test.values()]:
         how = caught(tmp_path, (path, 0, 0, "", f"{path.name}, nothing taken out"))[0]
         assert how in ("", "late"), f"{path.name}: what is not changed fails"
@@ -251,5 +252,5 @@ def test_a_missing_barrier_is_found(tmp_path):
     ways = ", ".join(f"{n} by {way}" for way, n in sorted(collections.Counter(filter(None, how)).items()))
     print(f"{len(chosen) - len(missed)} of {len(chosen)} caught: {ways}")
     # of a few, one may be among the tenth that no test can show
-    allowed = len(chosen) // 10 if full else max(1, len(chosen) // 10)
+    allowed = len(chosen) // 10 if FULL else max(1, len(chosen) // 10)
     assert len(missed) <= allowed, f"{len(missed)} of {len(chosen)} not found: {', '.join(missed)}"
