@@ -16,11 +16,13 @@
 #define WARPS ATTENTION_SPLIT_RUNS
 
 /* A warp's part of the shared memory: four chunks, later its weighted V: [heads][D + 8] f32, so
- * that 4 rows of pairs fill all banks. */
+ * that 4 rows of pairs fill all banks. It takes no room of the last chunk's: of that one alone a
+ * lane may still read when another has begun to store (attend_run). */
 template <int D> struct decode_shape {
     static const uint32_t warp_bytes = ATTENTION_RUN_CHUNKS * attention_shape<D>::chunk_bytes;
     static const uint32_t value_stride = D + 8;
-    static_assert(16 * (D + 8) * 4 <= warp_bytes, "weighted V takes the chunks' place");
+    static_assert(16 * (D + 8) * 4 <= warp_bytes - attention_shape<D>::chunk_bytes,
+                  "weighted V takes the place of all chunks but the last");
 };
 
 typedef struct decode_place {
@@ -313,7 +315,8 @@ CU_DEVICE void attend_run(const attention_args *args, const decode_place *place,
         attention_softmax(&scores[group], query.factor[group], p[group], &largest[group],
                           &sum[group]);
     add_values<D, GROUPS>(run, chunks, lane, p, o);
-    cu_sync_warp(CU_ALL); /* all lanes have read the last chunk of V */
+    /* No barrier: a chunk of V that is not the fourth is followed by wait_value's, and the fourth
+     * lies behind what is stored (decode_shape). */
 #pragma unroll
     for (uint32_t group = 0; group < GROUPS; group++)
         store_state<D>(group * 8 + lane / 4, place->heads, lane, largest[group], sum[group],

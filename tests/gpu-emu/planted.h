@@ -20,7 +20,7 @@ PD_CHECKED pd_status planted_gemm(gpu_stream *stream, int plant, const uint16_t 
 #define PLANTED_GEMM 5
 /* out[warp] = the sum of in[32] of each warp's, 4 warps a block, one block. */
 PD_CHECKED pd_status planted_warps(gpu_stream *stream, int plant, const float *in, float *out);
-#define PLANTED_WARPS 9
+#define PLANTED_WARPS 10
 /* out[256] = the sums over pages of in[pages][256]: a producer warp streams pages through a ring of
  * 3 by bulk copies, 4 consumer warps. */
 PD_CHECKED pd_status planted_ring(gpu_stream *stream, int plant, uint32_t pages, const float *in,

@@ -130,10 +130,27 @@ static const struct kind {
     bool (*run)(device *d, int plant);
     int plants;
     unsigned unseen; /* bits: plants that no order shows in wrong numbers, so only the checks see */
+    const char *says[PLANTED_WARPS + 1]; /* that in each form a check has to find, and its words */
 } kinds[] = {
-    {"reverse", run_reverse, PLANTED_REVERSE, 0},           {"gemm", run_gemm, PLANTED_GEMM, 0},
-    {"warps", run_warps, PLANTED_WARPS, 1u << 1},           {"ring", run_ring, PLANTED_RING, 0},
-    {"total", run_total, PLANTED_TOTAL, 1u << 2 | 1u << 5},
+    {"reverse", run_reverse, PLANTED_REVERSE, 0, {[3] = "others of the block wait in another"}},
+    {"gemm",
+     run_gemm,
+     PLANTED_GEMM,
+     0,
+     {[4] = "is not 16-byte aligned", [5] = "is not in shared memory"}},
+    {"warps",
+     run_warps,
+     PLANTED_WARPS,
+     1u << 1,
+     {[3] = "is not in its own mask",
+      [4] = "are not in the same operation",
+      [5] = "which has ended",
+      [6] = "are not in the same operation",
+      [7] = "leaves out",
+      [8] = "deadlock",
+      [9] = "no multiple of it"}},
+    {"ring", run_ring, PLANTED_RING, 0, {NULL}},
+    {"total", run_total, PLANTED_TOTAL, 1u << 2 | 1u << 5, {NULL}},
 };
 #define KINDS (int)(sizeof kinds / sizeof kinds[0])
 
@@ -158,6 +175,9 @@ static bool found_once(device *d, const struct kind *kind, int plant, emu_option
     emu_configure(&options);
     bool right = kind->run(d, plant);
     bool found = emu_found()[0] != '\0';
+    if (kind->says[plant] != NULL && strstr(emu_found(), kind->says[plant]) == NULL)
+        fail_msg("%s: plant %d: \"%s\" does not say: %s", kind->name, plant, emu_found(),
+                 kind->says[plant]);
     if (found)
         print_message("# %s %d: %s\n", kind->name, plant, emu_found());
     emu_forget();
@@ -181,6 +201,24 @@ static void what_is_planted_is_found(void **state)
             if (!found && (emu_is_checked() || (kinds[k].unseen >> plant & 1) == 0))
                 fail_msg("%s: plant %d is not found", kinds[k].name, plant);
         }
+}
+
+/* What a kernel has not written must not pass for a number: of much memory the edges at least. */
+static void fresh_memory_is_no_number(void **state)
+{
+    static const size_t sizes[] = {16, 4096, 100 << 20};
+    device *d = *state;
+    unsigned char bytes[16];
+
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        const unsigned char *at = device_space(d, sizes[i]);
+        for (int end = 0; end < 2; end++) {
+            device_download(d, bytes, at + end * (sizes[i] - sizeof bytes), sizeof bytes);
+            for (size_t b = 0; b < sizeof bytes; b++)
+                assert_int_equal(bytes[b], 0xff);
+        }
+        device_clear(d);
+    }
 }
 
 static void conflict(void *ctx, const emu_traffic *t)
@@ -215,6 +253,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(what_is_right_is_right_in_every_order),
         cmocka_unit_test(what_is_planted_is_found),
+        cmocka_unit_test(fresh_memory_is_no_number),
         cmocka_unit_test(bank_conflicts_are_counted),
     };
     return cmocka_run_group_tests_name("gpu-emu-emu", tests, device_setup, device_teardown);

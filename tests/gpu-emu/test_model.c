@@ -665,6 +665,45 @@ static void seals_are_those_of_the_pools_bytes(void **state)
     each_model(*state, compare_seals);
 }
 
+/* More than a batch of the device's: the number is the caller's. */
+static void the_bad_one_of_many_is_named(void **state)
+{
+    enum { MANY = 1100 };
+    pd_model_file *file = tiny_open_shape(&models[1].shape);
+    const kern_backend_options options = options_of(LONG);
+    const cu_model_settings settings = {.backend = "test"};
+    rig r = {.device = *state, .file = file, .layout = tiny_layout(file, MANY)};
+    pd_seal_item *items = pd_calloc(MANY, sizeof *items);
+    uint64_t *seals = pd_calloc(MANY, sizeof *seals);
+    void *bytes = pd_calloc(1, r.layout.pool_bytes), *pool = NULL;
+    uint32_t bad = 0;
+
+    assert_int_equal(cu_model_create(file, &options, &settings, &r.model), PD_OK);
+    assert_int_equal(cu_model_pool_alloc(r.model, r.layout.pool_bytes, &pool), PD_OK);
+    assert_int_equal(cu_model_bind(r.model, &r.layout, pool, true), PD_OK);
+    for (uint32_t i = 0; i < MANY; i++) {
+        items[i] = item_of(&r, 0, 0, r.layout.block_tokens);
+        items[i].block = items[i].place.block_index = i;
+    }
+    assert_int_equal(cu_model_seal(r.model, items, MANY, seals), PD_OK);
+    for (uint32_t i = 0; i < MANY; i += 99) /* what is new is cleared */
+        assert_true(seals[i] ==
+                    pd_seal_compute(&r.layout, bytes, i, &items[i].place, 0, r.layout.kv_heads));
+    assert_int_equal(cu_model_check(r.model, items, MANY, seals, &bad), PD_OK);
+    seals[MANY - 7] ^= 1;
+    assert_int_equal(cu_model_check(r.model, items, MANY, seals, &bad), PD_E_MISMATCH);
+    assert_int_equal(bad, MANY - 7);
+    seals[7] ^= 1; /* the first */
+    assert_int_equal(cu_model_check(r.model, items, MANY, seals, &bad), PD_E_MISMATCH);
+    assert_int_equal(bad, 7);
+    cu_model_pool_free(r.model);
+    cu_model_destroy(r.model);
+    pd_model_file_close(file);
+    pd_free(items);
+    pd_free(seals);
+    pd_free(bytes);
+}
+
 /* ---- groups ---- */
 
 typedef struct watch {
@@ -919,6 +958,7 @@ int main(void)
         cmocka_unit_test(drafts_are_sampled_row_by_row),
         cmocka_unit_test(the_last_positions_have_the_references_angles),
         cmocka_unit_test(seals_are_those_of_the_pools_bytes),
+        cmocka_unit_test(the_bad_one_of_many_is_named),
         cmocka_unit_test(groups_are_announced_in_order_when_they_are_final),
         cmocka_unit_test(what_is_out_of_range_is_refused),
         cmocka_unit_test(broken_numbers_are_an_error_not_an_answer),

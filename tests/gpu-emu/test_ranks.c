@@ -111,6 +111,53 @@ static bool barrier_and_hold(kern_comm *comm)
 
 static kern_comm_calls calls; /* as ever, but for the barrier */
 
+/* ---- exchanges that are queued (the linker's --wrap) ---- */
+
+enum { SLOW_POLLS = 200, LOOKS = 20 };
+
+/* As if exchanges were on the stream, which takes long: what was recorded last is not there for so
+ * many polls. From so many looks on, another rank has ended. */
+static struct {
+    bool queued;
+    const gpu_event *last;
+    uint32_t polls, looks;
+} slow;
+
+bool __real_cu_comm_is_queued(const cu_comm *comm);
+bool __wrap_cu_comm_is_queued(const cu_comm *comm);
+pd_status __real_cu_comm_look(cu_comm *comm);
+pd_status __wrap_cu_comm_look(cu_comm *comm);
+pd_status __real_gpu_event_record(gpu_event *event, gpu_stream *stream);
+pd_status __wrap_gpu_event_record(gpu_event *event, gpu_stream *stream);
+pd_status __real_gpu_event_poll(gpu_event *event);
+pd_status __wrap_gpu_event_poll(gpu_event *event);
+
+bool __wrap_cu_comm_is_queued(const cu_comm *comm)
+{
+    return slow.queued || __real_cu_comm_is_queued(comm);
+}
+
+pd_status __wrap_cu_comm_look(cu_comm *comm)
+{
+    if (slow.queued && ++slow.looks == LOOKS)
+        return PD_E_INTERNAL;
+    return __real_cu_comm_look(comm);
+}
+
+pd_status __wrap_gpu_event_record(gpu_event *event, gpu_stream *stream)
+{
+    slow.last = event;
+    slow.polls = 0;
+    return __real_gpu_event_record(event, stream);
+}
+
+pd_status __wrap_gpu_event_poll(gpu_event *event)
+{
+    if (slow.queued && event == slow.last && ++slow.polls < SLOW_POLLS)
+        return PD_E_AGAIN;
+    return __real_gpu_event_poll(event);
+}
+
 /* ---- a case's processes ---- */
 
 static cu_model_settings settings_of(void)
@@ -414,6 +461,30 @@ static void a_rank_that_is_killed_leaves_nobody_waiting(void **state)
     run_case(4, false, the_last_rank_dies);
 }
 
+/* Nobody may wait for a device that may itself wait for a rank which will never come. */
+static void a_rank_ends_while_the_device_works(rank_process *process)
+{
+    member m = join(process);
+    uint32_t token = 99;
+
+    NEED(step(&m, 0, CHUNK, false, NULL, NULL) == PD_OK);
+    slow.queued = m.rank == 0;
+    slow.last = NULL; /* the step before is over */
+    pd_status status = step(&m, CHUNK, CHUNK / 2, false, NULL, &token);
+    NEED(m.rank != 0 || (status == PD_E_INTERNAL && token == 99 && slow.looks == LOOKS));
+    slow.queued = false;
+    /* rank 1 stays: that it has gone would be seen, too */
+    NEED(kern_comm_barrier(m.process->comm) == false);
+    leave(&m);
+}
+
+static void a_rank_that_ends_while_the_device_works_ends_the_step(void **state)
+{
+    (void)state;
+    run_case(2, false, a_rank_ends_while_the_device_works);
+    run_case(2, true, a_rank_ends_while_the_device_works);
+}
+
 /* A kernel is given an odd address: it faults, on a GPU as in the emulator. */
 static void lose(gpu *g)
 {
@@ -531,6 +602,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(any_number_of_ranks_gives_the_same_bits),
         cmocka_unit_test(a_rank_that_is_killed_leaves_nobody_waiting),
+        cmocka_unit_test(a_rank_that_ends_while_the_device_works_ends_the_step),
         cmocka_unit_test(a_rank_that_fails_tells_all),
         cmocka_unit_test(a_step_that_one_rank_fails_is_failed_by_all_for_good),
     };

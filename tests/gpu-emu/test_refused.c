@@ -140,6 +140,69 @@ static void a_pool_without_room_for_its_hashes_is_refused_before_it_is_made(void
     pd_model_file_close(file);
 }
 
+/* As if others had that much of the device (the linker's --wrap). */
+static uint64_t others_bytes;
+
+pd_status __real_gpu_memory_free(gpu *g, uint64_t *bytes_out);
+pd_status __wrap_gpu_memory_free(gpu *g, uint64_t *bytes_out);
+
+pd_status __wrap_gpu_memory_free(gpu *g, uint64_t *bytes_out)
+{
+    pd_status status = __real_gpu_memory_free(g, bytes_out);
+
+    if (status == PD_OK)
+        *bytes_out -= *bytes_out < others_bytes ? *bytes_out : others_bytes;
+    return status;
+}
+
+/* What it leaves free at each step of its making. */
+typedef struct left {
+    uint64_t before, created, bound;
+} left;
+
+static pd_status make(const pd_model_file *file, left *left_out)
+{
+    const kern_backend_options options = options_of(16);
+    pd_kv_layout layout = tiny_layout(file, BLOCKS);
+    kern_loaded *model = NULL;
+    void *pool = NULL;
+
+    pd_status status = cu_model_create(file, &options, &settings, &model);
+    if (status == PD_OK)
+        status = gpu_memory_free(cu_model_gpu(model), &left_out->created);
+    if (status == PD_OK)
+        status = cu_model_pool_alloc(model, layout.pool_bytes, &pool);
+    if (status == PD_OK)
+        status = cu_model_bind(model, &layout, pool, true);
+    if (status == PD_OK)
+        status = gpu_memory_free(cu_model_gpu(model), &left_out->bound);
+    if (model != NULL)
+        cu_model_pool_free(model);
+    cu_model_destroy(model);
+    return status;
+}
+
+/* What the model has taken itself is not asked for again when its pool is. */
+static void what_just_fits_is_taken(void **state)
+{
+    pd_model_file *file = tiny_open_shape(&quantised);
+    const device *d = *state;
+    left all, some;
+
+    if (!gpu_info_of(d->gpu)->emulated)
+        skip(); /* hands out memory by megabytes */
+    assert_int_equal(gpu_memory_free(d->gpu, &all.before), PD_OK);
+    assert_int_equal(make(file, &all), PD_OK);
+    uint64_t held = all.before - all.created;
+    assert_true(held > 65536);
+    others_bytes = all.bound - held / 2;
+    assert_int_equal(make(file, &some), PD_OK);
+    others_bytes = all.bound + held / 2;
+    assert_int_equal(make(file, &some), PD_E_NOMEM);
+    others_bytes = 0;
+    pd_model_file_close(file);
+}
+
 static void creation_survives_every_failed_allocation(void **state)
 {
     pd_model_file *file = tiny_open_shape(&quantised);
@@ -174,6 +237,7 @@ int main(void)
         cmocka_unit_test(formats_without_kernels_are_refused),
         cmocka_unit_test(kv_that_kernels_do_not_read_is_refused),
         cmocka_unit_test(a_pool_without_room_for_its_hashes_is_refused_before_it_is_made),
+        cmocka_unit_test(what_just_fits_is_taken),
         cmocka_unit_test(creation_survives_every_failed_allocation),
     };
     return cmocka_run_group_tests(tests, device_setup, device_teardown);

@@ -8,9 +8,9 @@
  *
  * NCCL_STAND_IN, read at each call, is a list by commas of init-hangs, init-fails, async-error,
  * stream-hangs, stream-half (then it hangs), stream-late (begins after LATE_MS), error-after (all
- * is moved, then it fails), slow-calls (each call is under way for a while), calls-hang. "0:"
- * before one: of senders alone; "1:": of receivers. It counts communicators made in the file that
- * NCCL_STAND_IN_COUNT names, if any. */
+ * is moved, then it fails), slow-calls (each call is under way for a while), calls-hang, abort-late
+ * (it begins after ABORT_LATE_MS), old (its version). "0:" before one: of senders alone; "1:": of
+ * receivers. It counts communicators made in the file that NCCL_STAND_IN_COUNT names, if any. */
 
 #include "common/transfer/nccl_abi.h"
 
@@ -35,6 +35,7 @@ enum {
     INVALID_USAGE = 5,
     INTERNAL_ERROR = 3,
     LATE_MS = 700,
+    ABORT_LATE_MS = 400,
     SLOW_CALL_MS = 2,
     HALF_STEP = 1000,
 };
@@ -151,7 +152,7 @@ static bool is_busy(comm *c)
 
 EXPORT int ncclGetVersion(int *version)
 {
-    *version = PD_NCCL_CONFIG_VERSION;
+    *version = fault("old", -1) ? 21799 : PD_NCCL_CONFIG_VERSION;
     return PD_NCCL_SUCCESS;
 }
 
@@ -255,6 +256,8 @@ EXPORT int ncclCommAbort(pd_nccl_comm handle)
     comm *c = handle;
     if (c == NULL)
         return PD_NCCL_SUCCESS;
+    if (fault("abort-late", c->rank))
+        usleep(ABORT_LATE_MS * 1000);
     atomic_store(&c->aborted, true);
     while (atomic_load(&c->jobs) != 0)
         sched_yield();

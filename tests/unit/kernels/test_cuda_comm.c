@@ -252,6 +252,8 @@ static void gathers_go_by_nccl_where_it_is(void **state)
 static void ranks_that_cannot_have_it_all_take_memory(void **state)
 {
     (void)state;
+    run("too old", through_memory, "old");
+    run("too old at one", through_memory_for_one, "old");
     run("init fails", through_memory, "init-fails");
     run("init hangs", through_memory, "init-hangs");
     run("init fails at one", through_memory_for_one, "init-fails");

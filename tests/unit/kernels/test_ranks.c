@@ -8,6 +8,7 @@
 #include "kernels/comm.h"
 #include "kernels/model/engine.h"
 #include "kernels/model/split.h"
+#include "tests/unit/kernels/rank_processes.h"
 #include "tests/unit/kernels/tiny_model.h"
 
 #include <setjmp.h>
@@ -500,6 +501,31 @@ static void where_nobody_is_judged_a_rank_may_stand_still(void **state)
     two_end(&g, pidfds);
 }
 
+enum { WORKED_MS = 100, LATE_MS = 1500, STILL_MS = 200 };
+
+/* Rank 0 has computed for a tenth of a second itself, when another takes far longer. */
+static void one_takes_longer(rank_process *process)
+{
+    struct timespec worked = {0};
+
+    kern_comm_begin(process->comm);
+    while (process->rank == 0 && worked.tv_sec == 0 && worked.tv_nsec < WORKED_MS * 1000000)
+        NEED(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &worked) == 0);
+    if (process->rank == 1)
+        usleep(LATE_MS * 1000);
+    NEED(kern_comm_barrier(process->comm));
+    NEED(process->rank != 0 || kern_comm_why(process->comm) == NULL);
+    if (process->rank == 0)
+        rank_processes_await(process);
+}
+
+static void who_computes_long_is_waited_for_longer(void **state)
+{
+    (void)state;
+    rank_processes_run_judged("one takes longer", 2, kern_comm_own_bytes(), STILL_MS * PD_NS_PER_MS,
+                              one_takes_longer, NULL);
+}
+
 /* Rank 0 in a process of its own: steps until the word comes, and 20 more. */
 static void lead(group *g, const int pidfds[2], int steps_fd, int word_fd)
 {
@@ -591,6 +617,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_rank_that_dies_is_not_waited_for),
         cmocka_unit_test(a_rank_that_stands_still_is_killed_and_named),
         cmocka_unit_test(where_nobody_is_judged_a_rank_may_stand_still),
+        cmocka_unit_test(who_computes_long_is_waited_for_longer),
         cmocka_unit_test(when_all_stand_still_and_go_on_nobody_is_late),
         cmocka_unit_test(what_does_not_divide_is_refused_with_the_reason),
     };

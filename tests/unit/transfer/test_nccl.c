@@ -45,14 +45,19 @@ static uint32_t comms_made(const char *path)
     return stat(path, &file) == 0 ? (uint32_t)file.st_size : 0;
 }
 
-static pd_transfer *nccl_make(pd_transfer_options options)
+static pd_status try_to_make(pd_transfer_options options, pd_transfer **transfer_out)
 {
-    pd_transfer *transfer = NULL;
     options.transport = messages;
     options.pool_bytes = POOL_BYTES;
     options.peers_max = options.peers_max == 0 ? 4 : options.peers_max;
     read_transport(&options);
-    assert_int_equal(pd_transfer_create(&options, &transfer), PD_OK);
+    return pd_transfer_create(&options, transfer_out);
+}
+
+static pd_transfer *nccl_make(pd_transfer_options options)
+{
+    pd_transfer *transfer = NULL;
+    assert_int_equal(try_to_make(options, &transfer), PD_OK);
     return transfer;
 }
 
@@ -67,18 +72,26 @@ static void set_faults(const char *faults)
     setenv("NCCL_STAND_IN", faults, 1);
 }
 
-/* By which processes are ordered. */
-static uint64_t id_of(const unsigned char *address, size_t bytes)
+/* Where this carrier's part of an address begins. */
+static size_t place_in(const unsigned char *address, size_t bytes, nccl_address *found)
 {
-    for (size_t at = 0; at + sizeof(nccl_address) <= bytes; at++) {
-        nccl_address found;
-        memcpy(&found, address + at, sizeof found);
-        if (found.version == PD_NCCL_CONFIG_VERSION &&
-            found.base_bytes == bytes - at - sizeof found)
-            return found.id;
+    for (size_t at = 0; at + sizeof *found <= bytes; at++) {
+        memcpy(found, address + at, sizeof *found);
+        if (found->version == PD_NCCL_CONFIG_VERSION &&
+            found->base_bytes == bytes - at - sizeof *found)
+            return at;
     }
     fail_msg("not an address of this carrier");
     return 0;
+}
+
+/* By which processes are ordered. */
+static uint64_t id_of(const unsigned char *address, size_t bytes)
+{
+    nccl_address found;
+
+    (void)place_in(address, bytes, &found);
+    return found.id;
 }
 
 static uint64_t id_of_transfer(const pd_transfer *transfer)
@@ -144,6 +157,17 @@ static void no_byte_changes(const pd_transfer *transfer, uint64_t for_ms)
     for (size_t i = 0; i < POOL_BYTES; i++)
         wrong += pool[i] != 0xa5;
     assert_int_equal(wrong, 0);
+}
+
+/* The first test: what was loaded once is not looked at again. */
+static void an_old_nccl_is_refused(void **state)
+{
+    pd_transfer *transfer = NULL;
+    (void)state;
+    set_faults("old");
+    assert_int_equal(try_to_make((pd_transfer_options){0}, &transfer), PD_E_UNSUPPORTED);
+    assert_null(transfer);
+    set_faults("");
 }
 
 /* One at a time: each end of a pair makes one when it is first needed, and again when it was put
@@ -479,6 +503,125 @@ static void a_receiver_that_may_still_write_is_not_closed(void **state)
     pd_transfer_destroy(transfer);
 }
 
+/* A process that has ended may leave its number to another one. */
+static int64_t reused_pid;
+
+pd_status __real_pd_process_started(int64_t pid, uint64_t *started_out);
+pd_status __wrap_pd_process_started(int64_t pid, uint64_t *started_out);
+
+pd_status __wrap_pd_process_started(int64_t pid, uint64_t *started_out)
+{
+    pd_status status = __real_pd_process_started(pid, started_out);
+    if (status == PD_OK && pid == reused_pid)
+        ++*started_out;
+    return status;
+}
+
+static void a_receiver_whose_number_is_anothers_is_dead(void **state)
+{
+    (void)state;
+    set_faults("0:error-after,1:stream-hangs");
+    pd_transfer *transfer = nccl_create(STALL_MS, 0);
+    receiver r = receiver_start(messages);
+    pd_peer peer = connect_to(transfer, &r, 1);
+    put_one(transfer, peer);
+    await_down(transfer);
+    stop_process(&r);
+    reused_pid = r.pid;
+    assert_int_equal(closed_status(transfer, peer), PD_OK);
+    reused_pid = 0;
+    set_faults("");
+    pd_transfer_destroy(transfer);
+    receiver_kill(&r);
+}
+
+/* It was not late who came while nobody looked: the receiver stands still in the middle of a batch,
+ * for longer than it would wait for its sender, and then goes on with it. */
+static void who_stood_still_blames_nobody(void **state)
+{
+    pd_transfer *transfer = nccl_create(30000, 0);
+    answer a;
+    (void)state;
+    set_faults("1:stream-late");
+    receiver r = receiver_start(messages); /* waits for half of 5 s */
+    pd_peer peer = connect_to(transfer, &r, 1);
+    for (int n = 0; n < 2; n++) {
+        assert_int_equal(pd_transfer_put(transfer, peer, 1, 0, 0, POOL_BYTES), PD_OK);
+        assert_int_equal(pd_transfer_notice(transfer, peer, 1, NULL, 0), PD_OK);
+        usleep(300000);
+        stop_process(&r);
+        usleep(3000000);
+        kill(r.pid, SIGCONT);
+        expect(transfer, PD_TRANSFER_SENT, PD_OK);
+        read_all(r.in, &a, sizeof a);
+    }
+    set_faults("");
+    close_peer(transfer, peer);
+    pd_transfer_destroy(transfer);
+    receiver_end(&r);
+}
+
+/* The same, where the carrier's patience ends before the engine's. */
+static void the_end_of_patience_proves_nothing(void **state)
+{
+    pd_transfer *transfer = nccl_create(900, 0);
+    pd_peer peer;
+    (void)state;
+    set_faults("0:error-after,1:stream-hangs");
+    receiver r = receiver_start(messages);
+    for (int tries = 0;; tries++) { /* a machine may be busy for so long */
+        assert_true(tries < 20);
+        assert_int_equal(pd_transfer_connect(transfer, r.address, r.address_bytes, 1, &peer),
+                         PD_OK);
+        assert_true(next_event(transfer, 20000));
+        if (event.kind == PD_TRANSFER_CONNECTED)
+            break;
+        assert_int_equal(event.kind, PD_TRANSFER_PEER_DOWN);
+        (void)closed_status(transfer, peer);
+    }
+    put_one(transfer, peer);
+    await_down(transfer);
+    stop_process(&r);
+    assert_int_equal(closed_status(transfer, peer), PD_E_TIMEOUT);
+    set_faults("");
+    pd_transfer_destroy(transfer);
+    receiver_kill(&r);
+}
+
+/* An address whose carrier's part, at `at`, is another: what the transfer checks lies before it. */
+static void write_head(receiver *r, size_t at, const nccl_address *head)
+{
+    uint64_t check = 0;
+    uint32_t magic;
+
+    memcpy(r->address + at, head, sizeof *head);
+    memcpy(r->address + at - sizeof check, &check, sizeof check);
+    memcpy(&magic, r->address, sizeof magic);
+    check = pd_hash64(r->address, r->address_bytes, magic);
+    memcpy(r->address + at - sizeof check, &check, sizeof check);
+}
+
+/* Its kernels and ours would not understand each other. */
+static void another_version_of_nccl_is_refused(void **state)
+{
+    pd_transfer *transfer = nccl_create(0, 0);
+    receiver r = receiver_start(messages);
+    nccl_address head = {0};
+    pd_peer peer;
+    (void)state;
+    size_t at = place_in(r.address, r.address_bytes, &head);
+    head.version++;
+    write_head(&r, at, &head);
+    assert_int_equal(pd_transfer_connect(transfer, r.address, r.address_bytes, 1, &peer), PD_OK);
+    expect(transfer, PD_TRANSFER_PEER_DOWN, PD_E_MISMATCH);
+    close_peer(transfer, peer);
+    head.version--;
+    write_head(&r, at, &head);
+    close_peer(transfer, connect_to(transfer, &r, 2));
+    pd_transfer_destroy(transfer);
+    receiver_end(&r);
+}
+
 /* Cuts our connections to the notice sockets that are named in that transfer's address. */
 static void cut_connections_to(const pd_transfer *to)
 {
@@ -641,6 +784,30 @@ static void a_living_sender_that_is_fenced_changes_no_byte(void **state)
     pd_transfer_destroy(transfer);
 }
 
+/* An abort takes its time, and until then what was under way may land: the fence is told of when
+ * that is over. The stream moves its bytes while the abort takes its time. */
+static void a_fence_waits_for_the_abort(void **state)
+{
+    pd_transfer *transfer = nccl_create(20000, 0);
+    size_t bytes;
+    const void *address = pd_transfer_address(transfer, &bytes);
+    (void)state;
+    for (unsigned at_ms = 400; at_ms <= 600; at_ms += 100) {
+        set_faults("1:stream-late,1:abort-late");
+        receiver sender = process_start("sender", messages);
+        assert_int_equal(write(sender.out, address, bytes), bytes);
+        expect(transfer, PD_TRANSFER_NOTICE, PD_OK);
+        usleep(at_ms * 1000); /* the next batch is under way */
+        fence_all(transfer, &sender, 1);
+        no_byte_changes(transfer, 800);
+        set_faults("");
+        receiver_kill(&sender);
+        while (next_event(transfer, 300))
+            ;
+    }
+    pd_transfer_destroy(transfer);
+}
+
 static void memory_of_the_host_is_not_nccls_to_carry(void **state)
 {
     pd_transfer_options options = {
@@ -678,6 +845,7 @@ int main(int argc, char **argv)
     set_faults(""); /* it is there before any thread reads it, and only its value changes */
     cmocka_set_test_filter(getenv("TEST_FILTER")); /* NULL: all */
     const struct CMUnitTest tests[] = {
+        ONE(an_old_nccl_is_refused),
         ONE(communicators_are_made_when_needed_and_bounded),
         ONE(a_fault_of_nccl_brings_the_peer_down_in_time),
         ONE(calls_that_are_under_way_are_waited_for),
@@ -688,10 +856,15 @@ int main(int argc, char **argv)
         ONE(a_busy_sender_is_waited_for),
         BOTH(what_is_closed_is_written_no_more),
         BOTH(a_receiver_that_may_still_write_is_not_closed),
+        ONE(a_receiver_whose_number_is_anothers_is_dead),
+        ONE(the_end_of_patience_proves_nothing),
+        ONE(who_stood_still_blames_nobody),
+        ONE(another_version_of_nccl_is_refused),
         ONE(a_goodbye_finds_another_way),
         BOTH(a_hello_is_said_until_there_is_a_place),
         BOTH(a_death_in_the_making_of_a_communicator_is_seen),
         ONE(a_living_sender_that_is_fenced_changes_no_byte),
+        ONE(a_fence_waits_for_the_abort),
         ONE(memory_of_the_host_is_not_nccls_to_carry),
     };
     return cmocka_run_group_tests(tests, NULL, nothing_is_left);

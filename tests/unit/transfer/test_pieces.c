@@ -210,6 +210,23 @@ static void the_pool_part_of_an_address_is_taken_only_whole(void **state)
     }
 }
 
+/* A peer's message says where its bytes belong: behind a piece lies something else. */
+static void what_comes_by_messages_stays_in_a_piece(void **state)
+{
+    const pd_ucx_pool pool = {.bytes = 4 * 4096, .piece_bytes = 4096, .pieces = 4};
+    (void)state;
+    for (uint64_t piece = 0; piece < pool.pieces; piece++) {
+        uint64_t at = piece * pool.piece_bytes;
+        assert_true(pd_ucx_pool_holds(&pool, at, 4096));
+        assert_false(pd_ucx_pool_holds(&pool, at, 4097));
+        assert_true(pd_ucx_pool_holds(&pool, at + 4000, 96));
+        assert_false(pd_ucx_pool_holds(&pool, at + 4000, 97));
+        assert_false(pd_ucx_pool_holds(&pool, at + 1, UINT64_MAX));
+    }
+    assert_false(pd_ucx_pool_holds(&pool, pool.bytes, 0));
+    assert_false(pd_ucx_pool_holds(&pool, UINT64_MAX - 7, 8));
+}
+
 static int no_memory_is_left(void **state)
 {
     (void)state;
@@ -267,6 +284,7 @@ int main(int argc, char **argv)
         PAIR(nothing_is_left_of_a_peer_that_is_killed, "tcp:2", "tcp:4"),
         cmocka_unit_test(pieces_that_are_none_are_refused),
         cmocka_unit_test(the_pool_part_of_an_address_is_taken_only_whole),
+        cmocka_unit_test(what_comes_by_messages_stays_in_a_piece),
     };
     return cmocka_run_group_tests(tests, NULL, no_memory_is_left);
 }
