@@ -25,7 +25,7 @@ static void plain_dots_are_sums_of_products(void **state)
 {
     static tile_state tiles;
     static int8_t x[16][64];
-    static uint8_t w[16][64];
+    static int8_t w[16][64];
     uint64_t random = 9;
 
     (void)state;
@@ -40,7 +40,7 @@ static void plain_dots_are_sums_of_products(void **state)
             .rows = {(uint8_t)rows, (uint8_t)rows, (uint8_t)runs}};
         for (uint32_t i = 0; i < 16 * 64; i++) { /* the largest products now and then */
             x[i / 64][i % 64] = round % 7 == 0 ? -128 : (int8_t)pd_random_next(&random);
-            w[i / 64][i % 64] = round % 7 == 0 ? 255 : (uint8_t)pd_random_next(&random);
+            w[i / 64][i % 64] = round % 7 == 0 ? -128 : (int8_t)pd_random_next(&random);
         }
         TILE_CONFIGURE(&tiles, &config);
         TILE_ZERO(&tiles, 0);
@@ -200,7 +200,10 @@ static bool carry_out(const instruction *is)
     case 0x4b << 4 | 2 << 1 | 1:
         tile_plain_store(tiles, is->reg, is->base, is->stride);
         return true;
-    case 0x5e << 4 | 2 << 1 | 0: tile_plain_dot(tiles, is->reg, is->rm, is->third); return true;
+    case 0x5e << 4 | 3 << 1 | 0: tile_plain_dot(tiles, is->reg, is->rm, is->third); return true;
+    case 0x5c << 4 | 2 << 1 | 0:
+        tile_plain_dot_bf16(tiles, is->reg, is->rm, is->third);
+        return true;
     default: return false;
     }
 }
