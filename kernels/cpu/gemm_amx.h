@@ -78,6 +78,7 @@ typedef struct amx_run {
     uint32_t row_first, rows;
     uint32_t parts, part_blocks, units;
     uint32_t tiles, acts_rows;
+    uint32_t lines; /* of the next unit, asked for with a block of this one */
     float *const *out;
     bool add;
     amx_space *space;
@@ -87,6 +88,7 @@ typedef struct amx_unit {
     const uint8_t *panel;
     uint32_t row, first, count; /* blocks first .. first + count - 1 */
     uint32_t expanded;          /* of them, so far */
+    const char *soon;           /* of what comes after it in memory: to be asked for next */
 } amx_unit;
 
 /* The next block to be multiplied. */
@@ -119,16 +121,28 @@ V_INLINE void amx_configure(const pd_dtype dtype, amx_space *space)
     TILE_LOAD(&space->state, 7, right, 64);
 }
 
+/* Of a panel's first blocks, about. */
+V_INLINE size_t amx_bytes(const pd_dtype dtype, const amx_run *run, uint32_t blocks)
+{
+    uint32_t cols = run->matrix->cols;
+
+    return kern_panel_bytes(dtype, cols) * blocks / (cols / KERN_BLOCK);
+}
+
 V_INLINE amx_unit amx_unit_at(const pd_dtype dtype, const amx_run *run, uint32_t index)
 {
     uint32_t row = run->row_first + index / run->parts * KERN_PANEL_ROWS;
     uint32_t first = index % run->parts * run->part_blocks, left = run->blocks - first;
+    uint32_t count = left < run->part_blocks ? left : run->part_blocks;
+    size_t panel_bytes = kern_panel_bytes(dtype, run->matrix->cols);
+    const uint8_t *panel = (const uint8_t *)run->matrix->data + row / KERN_PANEL_ROWS * panel_bytes;
 
-    return (amx_unit){.panel = (const uint8_t *)run->matrix->data +
-                               row / KERN_PANEL_ROWS * kern_panel_bytes(dtype, run->matrix->cols),
+    return (amx_unit){.panel = panel,
                       .row = row,
                       .first = first,
-                      .count = left < run->part_blocks ? left : run->part_blocks};
+                      .count = count,
+                      .soon = (const char *)panel +
+                              amx_bytes(dtype, run, run->blocks_from + first + count)};
 }
 
 /* A unit's next block, signed, to its place. */
@@ -274,7 +288,7 @@ V_INLINE void amx_write(const uint32_t rows, const amx_run *run, const amx_unit 
  * next, unless NULL, is expanded into the places of those that nothing needs any more. turn: of
  * the unit's first block. */
 V_INLINE void amx_tile(const pd_dtype dtype, const uint32_t rows, const amx_run *run,
-                       const amx_unit *unit, uint32_t tile, uint32_t turn, amx_ahead *ahead,
+                       amx_unit *unit, uint32_t tile, uint32_t turn, amx_ahead *ahead,
                        amx_unit *next)
 {
     amx_space *space = run->space;
@@ -294,6 +308,9 @@ V_INLINE void amx_tile(const pd_dtype dtype, const uint32_t rows, const amx_run 
         amx_store(dtype, turn + 1, space);
         amx_multiply_ahead(dtype, run, ahead);
         amx_update(dtype, rows, turn, &space->weights[block], acts, space, sums);
+        if (next == NULL)
+            for (uint32_t line = 0; line < run->lines; line++, unit->soon += 64)
+                _mm_prefetch(unit->soon, _MM_HINT_T1);
         if (next != NULL && block < next->count)
             amx_expand(dtype, run, next);
         if (--left == 0) {
@@ -357,6 +374,16 @@ V_INLINE void amx_place(const kern_acts *acts, uint32_t row, uint32_t rows, uint
     }
 }
 
+/* For the first unit, before anything else is done. */
+V_INLINE void amx_ask(const pd_dtype dtype, const amx_run *run)
+{
+    amx_unit unit = amx_unit_at(dtype, run, 0);
+    const char *end = unit.soon;
+
+    for (const char *line = end - amx_bytes(dtype, run, unit.count); line < end; line += 64)
+        _mm_prefetch(line, _MM_HINT_T1);
+}
+
 V_INLINE void amx_product(const kern_matrix *matrix, const pd_dtype dtype, uint32_t row_first,
                           uint32_t rows, const kern_acts *acts, uint32_t acts_first,
                           uint32_t acts_rows, float *const *out, bool add)
@@ -383,6 +410,10 @@ V_INLINE void amx_product(const kern_matrix *matrix, const pd_dtype dtype, uint3
         run.acts_rows = left < tiles_max * AMX_ROWS ? left : tiles_max * AMX_ROWS;
         run.tiles = (run.acts_rows + AMX_ROWS - 1) / AMX_ROWS;
         run.out = out + n;
+        run.lines = run.tiles < 2
+                        ? 0
+                        : (uint32_t)(amx_bytes(dtype, &run, 1) + 63) / 64 / (run.tiles - 1) + 1;
+        amx_ask(dtype, &run);
         for (uint32_t tile = 0; tile < run.tiles; tile++) {
             uint32_t row = tile * AMX_ROWS, here = run.acts_rows - row;
             amx_place(acts, acts_first + n + row, here < AMX_ROWS ? here : AMX_ROWS,
