@@ -299,6 +299,9 @@ V_INLINE void amx_tile(const pd_dtype dtype, const uint32_t rows, const amx_run 
     bool fresh = left == run->segment_blocks;
     __m512 sums[AMX_ROWS];
 
+    if (unit->first + unit->count == run->blocks)
+        for (uint32_t n = 0; n < rows && tile * AMX_ROWS + n < run->acts_rows; n++)
+            _mm_prefetch((const char *)(run->out[tile * AMX_ROWS + n] + unit->row), _MM_HINT_T0);
     for (uint32_t i = 0; i < segment; i++)
         depth += 1 - kern_tree_adds(i, run->segments, depth);
 #pragma GCC unroll 16
