@@ -23,13 +23,20 @@
  *   - a load waits for a store under way to the same place in any 4 KiB page, so blocks lie 1 KiB
  *     apart and what is stored all the time, the dots, has columns of its own in that
  *
+ *   - what comes next in memory is asked for meanwhile, and the lines that the sums go to: stores
+ * of tiles wait behind a store to a line that is not there
+ *
  * The ladder (Q4_1 576 x 576, 64 rows, TSC ticks of 2.6 GHz for 8,192 MAC; AVX-512 VNNI: 113):
  *   135  weights expanded, multiplied, stored and added up block by block, TDPBSUD
  *    82  weights expanded once for 64 rows; signed bytes, nothing to take off the dots
- *    89  (75 to 104 by where things lay) a store one product later, the sums' beginning by bf16
- *    72  activations copied to places of their own, dots in columns
- *    70  products run ahead over ends, weights expanded in between
- * A loop of the same instructions on the same few lines does it in 53 to 60. */
+ *    75 to 104, by where things lay: stored one product later, the sums' beginning by bf16
+ *    72  activations copied to places of their own, dots in columns; 16 rows: 84
+ *    70  products run ahead over ends; the next panel expanded beside this one, in a place of its
+ *        own: 16 rows: 97, the first-level cache is too small for both
+ *    62  expanded into the places of what was used for the last time; 16 rows: 72
+ * A loop of the same instructions on the same few lines takes 53 to 60. Tried and left: tiles of 8
+ * rows (a store takes as long as of 16), factors broadcast by shuffles (84 cycles where loads take
+ * 70: stores of tiles need that port, too), stores two and three products later (the same). */
 
 #define AMX_ROWS     16  /* activation rows of a tile */
 #define AMX_FEW      8   /* so many or fewer of a group's last tile: less is added up */
