@@ -15,7 +15,8 @@ const kern_ops *const kern_ops_list[] = {&kern_ops_ref,       &kern_ops_avx2, &k
  * registers before it has asked. */
 enum { ARCH_REQUEST_STATE = 0x1023, STATE_TILE_DATA = 18 };
 #define STATE_TILES ((uint64_t)3 << 17) /* XCR0: configuration and data */
-#define LEAF7_TILE  (1u << 24)          /* edx */
+#define LEAF7_BF16  (1u << 22)          /* edx */
+#define LEAF7_TILE  (1u << 24)
 #define LEAF7_INT8  (1u << 25)
 
 typedef struct cpu_bits {
@@ -76,14 +77,14 @@ int kern_probe_avx512(char *reason, size_t reason_size)
 
 int kern_probe_amx(char *reason, size_t reason_size)
 {
-    const uint32_t leaf7 = LEAF7_TILE | LEAF7_INT8;
+    const uint32_t leaf7 = LEAF7_BF16 | LEAF7_TILE | LEAF7_INT8;
     cpu_bits bits = read_cpu();
     bool instructions = kern_probe_avx512(reason, reason_size) != 0 && (bits.edx7 & leaf7) == leaf7;
     bool state = instructions && (bits.saved & STATE_TILES) == STATE_TILES &&
                  syscall(SYS_arch_prctl, ARCH_REQUEST_STATE, STATE_TILE_DATA) == 0;
 
-    return judge(instructions, state, 40, "AMX int8 tiles, AVX-512 F, BW, DQ, VL, VNNI", reason,
-                 reason_size);
+    return judge(instructions, state, 40, "AMX tiles of int8 and bf16, AVX-512 F, BW, DQ, VL, VNNI",
+                 reason, reason_size);
 }
 
 int kern_probe_amx_plain(char *reason, size_t reason_size)

@@ -4,7 +4,7 @@
  *
  * What a source file then includes says what the words on tiles do: tile_native.h, instructions;
  * tile_plain.h, C that runs anywhere. Words: TILE_CONFIGURE, TILE_RELEASE, TILE_ZERO, TILE_LOAD,
- * TILE_STORE, TILE_DOT; a tile's number in them is a literal. */
+ * TILE_STORE, TILE_DOT, TILE_DOT_BF16; a tile's number in them is a literal. */
 
 #include <stddef.h>
 #include <stdint.h>

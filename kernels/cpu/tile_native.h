@@ -31,4 +31,6 @@ typedef struct tile_state {
                           : "memory");                                                             \
      }))
 #define TILE_DOT(state, sums, a, b)                                                                \
-    ((void)(state), ({ __asm__ volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :); }))
+    ((void)(state), ({ __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :); }))
+#define TILE_DOT_BF16(state, sums, a, b)                                                           \
+    ((void)(state), ({ __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums : :); }))

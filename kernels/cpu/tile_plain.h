@@ -10,6 +10,7 @@
 #include "common/base/status.h"
 #include "kernels/cpu/tile.h"
 
+#include <math.h>
 #include <string.h>
 
 typedef struct tile_state {
@@ -57,29 +58,70 @@ static inline void tile_plain_store(const tile_state *state, uint32_t tile, void
                state->config.row_bytes[tile]);
 }
 
-/* sums += a b, TDPBSUD: a's rows of signed bytes, four of them a row of b's, whose unsigned bytes
- * are four to a column. */
-static inline void tile_plain_dot(tile_state *state, uint32_t sums, uint32_t a, uint32_t b)
+/* Three different tiles whose shapes fit: a's four bytes meet a row of b. */
+static inline void tile_plain_check(const tile_config *c, uint32_t sums, uint32_t a, uint32_t b)
 {
-    const tile_config *c = &state->config;
-
     pd_assert(sums < TILE_COUNT && a < TILE_COUNT && b < TILE_COUNT);
     pd_assert(sums != a && sums != b && a != b);
     pd_assert(c->rows[sums] != 0 && c->rows[a] == c->rows[sums]);
     pd_assert(c->row_bytes[b] == c->row_bytes[sums] && c->row_bytes[sums] % 4 == 0);
     pd_assert(c->row_bytes[a] == 4 * c->rows[b]);
+}
+
+/* sums += a b, TDPBSSD: a's rows of signed bytes, four of them a row of b's, whose signed bytes are
+ * four to a column. */
+static inline void tile_plain_dot(tile_state *state, uint32_t sums, uint32_t a, uint32_t b)
+{
+    const tile_config *c = &state->config;
+
+    tile_plain_check(c, sums, a, b);
     for (uint32_t row = 0; row < c->rows[sums]; row++) {
         const int8_t *x = (const int8_t *)state->tiles[a][row];
         int32_t total[TILE_BYTES / 4];
         memcpy(total, state->tiles[sums][row], sizeof total);
         for (uint32_t k = 0; k < c->rows[b]; k++, x += 4) {
-            const uint8_t *w = state->tiles[b][k]; /* zeros past its row_bytes */
+            const int8_t *w = (const int8_t *)state->tiles[b][k]; /* zeros past its row_bytes */
             for (uint32_t col = 0; col < TILE_BYTES / 4; col++, w += 4)
                 total[col] += x[0] * w[0] + x[1] * w[1] + x[2] * w[2] + x[3] * w[3];
         }
         memcpy(state->tiles[sums][row], total, sizeof total);
     }
     memset(state->tiles[sums][c->rows[sums]], 0, (TILE_ROWS - (size_t)c->rows[sums]) * TILE_BYTES);
+}
+
+static inline float tile_plain_bf16(const uint8_t *at)
+{
+    uint16_t half;
+    uint32_t bits;
+    float value;
+
+    memcpy(&half, at, sizeof half);
+    bits = (uint32_t)half << 16;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* sums += a b, TDPBF16PS: floats; pairs of bf16, one of a's and one of b's to a column. Sums of
+ * first ones and of second ones apart, rounded after each, then both added to the tile's. Without
+ * what the instruction does to denormals: none occur. */
+static inline void tile_plain_dot_bf16(tile_state *state, uint32_t sums, uint32_t a, uint32_t b)
+{
+    const tile_config *c = &state->config;
+
+    tile_plain_check(c, sums, a, b);
+    for (uint32_t row = 0; row < c->rows[sums]; row++)
+        for (uint32_t col = 0; col < c->row_bytes[sums] / 4u; col++) {
+            const uint8_t *x = state->tiles[a][row];
+            float parts[2] = {0, 0}, total;
+            for (uint32_t k = 0; k < c->rows[b]; k++, x += 4)
+                for (uint32_t i = 0; i < 2; i++)
+                    parts[i] =
+                        fmaf(tile_plain_bf16(x + 2 * i),
+                             tile_plain_bf16(state->tiles[b][k] + 4 * col + 2 * i), parts[i]);
+            memcpy(&total, state->tiles[sums][row] + 4 * col, sizeof total);
+            total += parts[0] + parts[1];
+            memcpy(state->tiles[sums][row] + 4 * col, &total, sizeof total);
+        }
 }
 
 /* The words that gemm_amx.h is written in. */
@@ -89,3 +131,4 @@ static inline void tile_plain_dot(tile_state *state, uint32_t sums, uint32_t a, 
 #define TILE_LOAD(state, tile, base, stride)  tile_plain_load(state, tile, base, stride)
 #define TILE_STORE(state, tile, base, stride) tile_plain_store(state, tile, base, stride)
 #define TILE_DOT(state, sums, a, b)           tile_plain_dot(state, sums, a, b)
+#define TILE_DOT_BF16(state, sums, a, b)      tile_plain_dot_bf16(state, sums, a, b)
