@@ -329,9 +329,12 @@ static void say_refetch(const pd_lander *lander, pd_landing *landing, uint32_t g
     for (uint32_t i = 0; i < count; i++)
         set(landing->again, bit_of(landing, group, first + i));
     landing->asked_count++;
-    pd_log_req_warn(landing->id, "msg=\"fetched again: %s\" sender=%016llx receiver=%016llx",
-                    refetch->reason, (unsigned long long)landing->sender,
-                    (unsigned long long)lander->options->incarnation);
+    pd_log_req_warn(
+        landing->id,
+        "msg=\"fetched again: %s\" sender=%016llx receiver=%016llx request=%llu epoch=%u",
+        refetch->reason, (unsigned long long)landing->sender,
+        (unsigned long long)lander->options->incarnation, (unsigned long long)landing->key.number,
+        landing->key.epoch);
     lander->sink->send(lander->sink->ctx, landing->key.router, &message);
 }
 
@@ -411,8 +414,9 @@ static pd_land_result take_written(pd_lander *lander, pd_landing *landing)
         return PD_LAND_PART;
     pd_log_req_warn(landing->id,
                     "msg=\"blocks that were written did not come\" sender=%s "
-                    "receiver=%s asked_again=%u",
-                    landing->sender_name, lander->options->name, landing->asked_count);
+                    "receiver=%s asked_again=%u request=%llu epoch=%u",
+                    landing->sender_name, lander->options->name, landing->asked_count,
+                    (unsigned long long)landing->key.number, landing->key.epoch);
     return PD_LAND_BROKEN;
 }
 
@@ -520,8 +524,9 @@ static pd_land_result on_bad(pd_lander *lander, pd_landing *landing, const pd_ch
     if (landing->asked_bad || landing->closed || is_set(landing->again, bit)) {
         pd_log_req_warn(landing->id,
                         "msg=\"a block's seal does not match: %s\" group=%u block=%u sender=%s "
-                        "receiver=%s",
-                        what, group, block, landing->sender_name, lander->options->name);
+                        "receiver=%s request=%llu epoch=%u",
+                        what, group, block, landing->sender_name, lander->options->name,
+                        (unsigned long long)landing->key.number, landing->key.epoch);
         return PD_LAND_BROKEN;
     }
     mark_before(landing, range, group, block);
