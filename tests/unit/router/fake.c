@@ -885,6 +885,7 @@ static void on_heartbeat(fake *f, uint32_t i)
             .role_epoch = 1,
             .busy = w->hangs,
             .queue_ms = w->queue_ms,
+            .running = w->running,
             .ledger = {.total = w->blocks, .free = w->free, .leased = w->blocks - w->free},
             .events_sequence = w->sequence,
             .counts = w->counts,

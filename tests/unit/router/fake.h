@@ -59,6 +59,7 @@ typedef struct fake_worker {
     uint64_t sequence;
     uint32_t session;
     float queue_ms;    /* that its heartbeats tell */
+    uint32_t running;  /* so do they */
     uint32_t prefills; /* requests here */
     fake_prompt prompts[FAKE_LEASES_MAX];
     fake_lease leases[FAKE_LEASES_MAX];
