@@ -103,6 +103,32 @@ static void who_waits_for_a_block_is_not_silent(void **state)
     }
 }
 
+static void brief_landings(router_core_config *config)
+{
+    patient(config);
+    config->transfer_ns = 3 * PD_NS_PER_S;
+}
+
+/* The worker says that it still awaits the blocks, and knows best when to give up their sender. */
+static void who_waits_for_its_blocks_is_not_silent(void **state)
+{
+    (void)state;
+    world *w = world_with(76, brief_landings);
+    fake *f = &w->fake;
+    fake_add(f, PD_ROLE_PREFILL, 512);
+    fake_add(f, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    f->lose[PD_MSG_TARGETS] = UINT32_MAX;
+    answer *a = ask(w, 40, 100);
+    wait_ms(w, 12000);
+    assert_int_equal(a->next, 1);
+    f->lose[PD_MSG_TARGETS] = 0;
+    wait_ms(w, 3000);
+    assert_whole(w, a);
+    assert_int_equal(counters_of(w).retried, 0);
+    world_free(w);
+}
+
 static void a_quarantine_hears_again_of_who_was_given_up(void **state)
 {
     (void)state;
@@ -422,6 +448,7 @@ int main(void)
         cmocka_unit_test(what_a_worker_lost_is_tried_again),
         cmocka_unit_test(a_lost_start_is_said_again),
         cmocka_unit_test(who_waits_for_a_block_is_not_silent),
+        cmocka_unit_test(who_waits_for_its_blocks_is_not_silent),
         cmocka_unit_test(a_quarantine_hears_again_of_who_was_given_up),
         cmocka_unit_test(an_audit_shows_both_views),
         cmocka_unit_test(who_has_not_reported_agrees_with_nothing),
