@@ -44,29 +44,47 @@ static void a_dear_move_gives_way_though_there_is_room(void **state)
     }
 }
 
-/* Both have room, and one runs more sequences, whose steps take longer. */
+typedef struct load {
+    uint32_t running, context_blocks;
+} load;
+
+/* Both have room. which: of the two others, the one with more to do. */
+static void move_past(uint32_t which, load more, load less)
+{
+    world *w = world_of(64, 3, NULL);
+    answer *a = ask(w, 40, 400);
+    wait_for_token(w, a, 30);
+    uint32_t from = place_of(w, a), others[2], count = 0;
+    for (uint32_t i = 1; i < w->fake.workers_count; i++) {
+        if (i != from)
+            others[count++] = i;
+    }
+    for (uint32_t i = 0; i < 2; i++) {
+        fake_worker *other = &w->fake.workers[others[i]];
+        load of = i == which ? more : less;
+        other->running = of.running;
+        other->ledger = (pd_ledger){
+            .total = 512, .free = 512 - of.context_blocks, .running = of.context_blocks};
+    }
+    w->fake.workers[from].running = 40; /* computed again it would be elsewhere too */
+    wait_ms(w, 150);                    /* and the router has been told */
+    suspend(w);
+    wait_ms(w, 20);
+    assert_int_equal(counters_of(w).moves, 1);
+    assert_int_equal(place_of(w, a), others[1 - which]);
+    wait_ms(w, 600);
+    assert_whole(w, a);
+    assert_int_equal(counters_of(w).moves_failed + counters_of(w).gave_way, 0);
+    world_free(w);
+}
+
 static void a_sequence_moves_to_the_cheaper_of_two(void **state)
 {
     (void)state;
     for (uint32_t which = 0; which < 2; which++) {
-        world *w = world_of(64, 3, NULL);
-        answer *a = ask(w, 40, 400);
-        wait_for_token(w, a, 30);
-        uint32_t from = place_of(w, a), others[2], count = 0;
-        for (uint32_t i = 1; i < w->fake.workers_count; i++) {
-            if (i != from)
-                others[count++] = i;
-        }
-        w->fake.workers[others[which]].running = 8;
-        wait_ms(w, 150); /* and the router has been told */
-        suspend(w);
-        wait_ms(w, 20);
-        assert_int_equal(counters_of(w).moves, 1);
-        assert_int_equal(place_of(w, a), others[1 - which]);
-        wait_ms(w, 600);
-        assert_whole(w, a);
-        assert_int_equal(counters_of(w).moves_failed + counters_of(w).gave_way, 0);
-        world_free(w);
+        move_past(which, (load){8, 0}, (load){0, 0});     /* steps of more sequences are longer */
+        move_past(which, (load){8, 200}, (load){8, 100}); /* so are those over more context */
+        move_past(which, (load){17, 0}, (load){16, 0});   /* a full batch: steps until a place */
     }
 }
 
