@@ -885,11 +885,15 @@ static void on_heartbeat(fake *f, uint32_t i)
             .role_epoch = 1,
             .busy = w->hangs,
             .queue_ms = w->queue_ms,
+            .running = w->running,
+            .waiting = w->waiting,
             .ledger = {.total = w->blocks, .free = w->free, .leased = w->blocks - w->free},
             .events_sequence = w->sequence,
             .counts = w->counts,
             .warm = true,
             .clock_ns = FAKE_CLOCK_NS + f->now_ns}};
+    if (w->ledger.total != 0)
+        message.heartbeat.ledger = w->ledger;
     say(f, i, &message);
     push(f, f->now_ns + f->config.heartbeat_ns, HEARTBEAT, i);
 }

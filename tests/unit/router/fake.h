@@ -58,8 +58,10 @@ typedef struct fake_worker {
     uint64_t inbox_ns;
     uint64_t sequence;
     uint32_t session;
-    float queue_ms;    /* that its heartbeats tell */
-    uint32_t prefills; /* requests here */
+    float queue_ms;            /* that its heartbeats tell */
+    uint32_t running, waiting; /* so do they */
+    pd_ledger ledger;          /* told instead of its own, unless its total is 0 */
+    uint32_t prefills;         /* requests here */
     fake_prompt prompts[FAKE_LEASES_MAX];
     fake_lease leases[FAKE_LEASES_MAX];
     uint32_t snapshots, peers_up, peers_gone, welcomed, refused, cancels, unwritten, kept;

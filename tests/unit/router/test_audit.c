@@ -103,6 +103,32 @@ static void who_waits_for_a_block_is_not_silent(void **state)
     }
 }
 
+static void brief_landings(router_core_config *config)
+{
+    patient(config);
+    config->transfer_ns = 3 * PD_NS_PER_S;
+}
+
+/* The worker says that it still awaits the blocks, and knows best when to give up their sender. */
+static void who_waits_for_its_blocks_is_not_silent(void **state)
+{
+    (void)state;
+    world *w = world_with(76, brief_landings);
+    fake *f = &w->fake;
+    fake_add(f, PD_ROLE_PREFILL, 512);
+    fake_add(f, PD_ROLE_DECODE, 512);
+    wait_ms(w, 200);
+    f->lose[PD_MSG_TARGETS] = UINT32_MAX;
+    answer *a = ask(w, 40, 100);
+    wait_ms(w, 12000);
+    assert_int_equal(a->next, 1);
+    f->lose[PD_MSG_TARGETS] = 0;
+    wait_ms(w, 3000);
+    assert_whole(w, a);
+    assert_int_equal(counters_of(w).retried, 0);
+    world_free(w);
+}
+
 static void a_quarantine_hears_again_of_who_was_given_up(void **state)
 {
     (void)state;
@@ -293,6 +319,51 @@ static void what_workers_count_is_on_the_page(void **state)
     world_free(w);
 }
 
+static bool gauge_is(const world *w, const char *name, uint32_t worker, int value)
+{
+    char expected[160];
+    snprintf(expected, sizeof expected, "\nkvferry_kv_%s{worker=\"%s\"} %d\n", name,
+             w->fake.workers[worker].name, value);
+    return metrics_have(w, expected);
+}
+
+/* Elsewhere both are only seen to be 0. */
+static void what_a_ledger_lost_is_on_the_page(void **state)
+{
+    (void)state;
+    world *w = one_to_one(75);
+    fake_worker *prefill = &w->fake.workers[0], *decode = &w->fake.workers[1];
+    prefill->ledger = (pd_ledger){.total = 10, .free = 4, .cached = 4}; /* 2 are nobody's */
+    decode->ledger = (pd_ledger){.total = 10, .free = 4, .cached = 3, .leased = 3};
+    wait_ms(w, 300);
+    assert_true(gauge_is(w, "ledger_imbalance", 0, 2));
+    assert_true(gauge_is(w, "ledger_imbalance", 1, 0));
+    assert_true(gauge_is(w, "blocks_held_idle", 0, 0));
+    assert_true(gauge_is(w, "blocks_held_idle", 1, 3));
+    /* each part counts, and so does what is there twice */
+    prefill->ledger = (pd_ledger){32, 1, 2, 4, 8, 16};
+    decode->ledger = (pd_ledger){10, 1, 2, 4, 8, 16};
+    wait_ms(w, 300);
+    assert_true(gauge_is(w, "ledger_imbalance", 0, 1));
+    assert_true(gauge_is(w, "ledger_imbalance", 1, -21));
+    assert_true(gauge_is(w, "blocks_held_idle", 1, 4 + 8 + 16));
+    /* who has a request holds blocks for it: told by the worker, or asked by this router */
+    decode->running = prefill->waiting = 1;
+    wait_ms(w, 300);
+    assert_true(gauge_is(w, "blocks_held_idle", 0, 0));
+    assert_true(gauge_is(w, "blocks_held_idle", 1, 0));
+    decode->running = prefill->waiting = 0;
+    wait_ms(w, 300);
+    assert_true(gauge_is(w, "blocks_held_idle", 0, 4 + 8 + 16));
+    assert_true(gauge_is(w, "blocks_held_idle", 1, 4 + 8 + 16));
+    ask(w, 40, 400);
+    wait_for_token(w, &w->answers[0], 10);
+    assert_true(gauge_is(w, "blocks_held_idle", 1, 0));
+    wait_ms(w, 1000);
+    assert_true(gauge_is(w, "blocks_held_idle", 1, 4 + 8 + 16));
+    world_free(w);
+}
+
 /* The last word of a sender may come before the lease is bound, or be lost with a link. */
 static void a_quarantine_of_an_attempt_that_is_over_is_asked_about(void **state)
 {
@@ -377,12 +448,14 @@ int main(void)
         cmocka_unit_test(what_a_worker_lost_is_tried_again),
         cmocka_unit_test(a_lost_start_is_said_again),
         cmocka_unit_test(who_waits_for_a_block_is_not_silent),
+        cmocka_unit_test(who_waits_for_its_blocks_is_not_silent),
         cmocka_unit_test(a_quarantine_hears_again_of_who_was_given_up),
         cmocka_unit_test(an_audit_shows_both_views),
         cmocka_unit_test(who_has_not_reported_agrees_with_nothing),
         cmocka_unit_test(whom_a_quarantine_waits_for_is_named),
         cmocka_unit_test(what_left_is_counted_whatever_came_of_it),
         cmocka_unit_test(what_workers_count_is_on_the_page),
+        cmocka_unit_test(what_a_ledger_lost_is_on_the_page),
         cmocka_unit_test(a_quarantine_of_an_attempt_that_is_over_is_asked_about),
         cmocka_unit_test(a_decode_workers_last_word_is_asked_for_and_passed_on),
         cmocka_unit_test(the_last_word_on_a_pull_is_passed_on_after_its_request),
