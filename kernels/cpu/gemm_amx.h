@@ -118,7 +118,7 @@ V_INLINE void amx_configure(const pd_dtype dtype, amx_space *space)
     };
     uint16_t left[AMX_ROWS][2] = {{0}}, right[16][2] = {{0}}; /* bf16 */
 
-    _Static_assert(KERN_EXP_MAGIC == 4096.0f * 3072.0f, "as below");
+    _Static_assert((int)KERN_EXP_MAGIC == 4096 * 3072, "as below");
     for (int i = 0; i < 16; i++) {
         left[i][0] = 0x4580;
         right[i][0] = 0x4540;
