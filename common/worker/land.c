@@ -369,8 +369,11 @@ bool pd_land_ask_missing(pd_lander *lander, pd_landing *landing)
         return true;
     }
     /* What is asked for comes by its second writing alone; the rest may come yet, by its first. */
-    pd_log_req_warn(landing->id, "msg=\"too much is missing to be asked for\" runs=%u sender=%s",
-                    runs, landing->sender_name);
+    pd_log_req_warn(landing->id,
+                    "msg=\"too much is missing to be asked for\" runs=%u sender=%s receiver=%s "
+                    "request=%llu epoch=%u",
+                    runs, landing->sender_name, lander->options->name,
+                    (unsigned long long)landing->key.number, landing->key.epoch);
     return false;
 }
 
