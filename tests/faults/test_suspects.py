@@ -191,7 +191,10 @@ PAIRS = {
 
 @pytest.mark.parametrize("plan", PAIRS.values(), ids=PAIRS)
 def test_the_only_request_under_which_two_workers_die_is_given_no_third(plan, wide, plain, rng):
-    body, after = body_of(rng, LONG_PROMPT if plan[0][0] != "token" else 100, 3 if plan[1][0] in ("unheard", "started") and plan[0][0] != "token" else ANSWER), body_of(rng, 40, 12)
+    # a prefill worker has to die before a prompt is done, however fast the machine is
+    short = all(kind == "token" for kind, _ in plan)
+    body = body_of(rng, 100 if short else LONG_PROMPT, 3 if plan[1][0] in ("unheard", "started") and plan[0][0] != "token" else ANSWER)
+    after = body_of(rng, 40, 12)
     body["max_tokens"] = min(body["max_tokens"], fl.CONTEXT - len(body["prompt"]))
     want, next_want = right(plain, [body, after])
     before = counted(wide)
