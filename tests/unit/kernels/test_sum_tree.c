@@ -70,7 +70,7 @@ static void leaf_by_leaf_gives_the_tree(void **state)
             if (i + 1 == n)
                 break;
             assert_true(depth < KERN_TREE_DEPTH);
-            strcpy(waiting[depth++], own);
+            memcpy(waiting[depth++], own, sizeof own);
         }
         assert_int_equal(depth, 0);
         spell(0, n, whole);
@@ -100,7 +100,7 @@ static void check_cut(uint32_t leaves, const uint32_t *ends, uint32_t runs)
     for (uint32_t k = 0; k < count; k++) {
         spell(nodes[k].lo, nodes[k].count, own);
         put_together(waiting, &depth, adds[k], own);
-        strcpy(waiting[depth++], own);
+        memcpy(waiting[depth++], own, sizeof own);
     }
     assert_int_equal(depth, 1);
     spell(0, leaves, whole);

@@ -106,7 +106,7 @@ static void half_an_emoji_is_refused_and_whole_ones_are_equal(void **state)
         line[strcspn(line, "\n")] = '\0';
         char *body = strchr(line, '\t') + 1;
         int status = parse(API_COMPLETIONS, body, strlen(body), param, sizeof param);
-        if (status != atoi(line))
+        if (status != strtol(line, NULL, 10))
             fail_msg("%s: %d", body, status);
         lines++;
     }
@@ -281,11 +281,16 @@ static void bombs_are_refused_fast(void **state)
     for (size_t d = 0; d < 4; d++) {
         for (int shape = 0; shape < 3; shape++) {
             size_t n = DEPTHS[d];
-            char *body = malloc(n * 8 + 200);
-            size_t len = (size_t)sprintf(body, "{\"model\":\"M\",\"prompt\":\"a\",\"x\":");
-            for (size_t i = 0; i < n; i++)
-                len += (size_t)sprintf(body + len, "%s", shape == 1 ? "{\"a\":" : "[");
-            len += (size_t)sprintf(body + len, "0");
+            size_t size = n * 8 + 200;
+            char *body = malloc(size);
+            assert_non_null(body);
+            size_t len = (size_t)snprintf(body, size, "{\"model\":\"M\",\"prompt\":\"a\",\"x\":");
+            const char *opens = shape == 1 ? "{\"a\":" : "[";
+            for (size_t i = 0; i < n; i++) {
+                memcpy(body + len, opens, strlen(opens));
+                len += strlen(opens);
+            }
+            body[len++] = '0';
             for (size_t i = 0; i < n && shape != 2; i++)
                 body[len++] = shape == 1 ? '}' : ']';
             body[len++] = '}';
