@@ -75,6 +75,15 @@ static void four_silences_that_are_taken_back_late_convict_nobody(void **state)
     world_free(w);
 }
 
+/* Where it was not before, and has begun. been: a bit a worker. */
+static uint32_t run_elsewhere(world *w, const answer *a, uint32_t *been)
+{
+    uint32_t at = fresh_place(w, a, *been);
+    begin_to_run(w, a);
+    *been |= 1u << at;
+    return at;
+}
+
 /* cut off both ways it has lost its router: what is heard first is its hello. */
 static void who_comes_back_with_a_hello_was_not_dead(void **state)
 {
@@ -83,9 +92,7 @@ static void who_comes_back_with_a_hello_was_not_dead(void **state)
     world *w = world_of_one(142, 1, 6, &a);
     uint32_t been = 0;
     for (int times = 0; times < 2; times++) {
-        uint32_t at = fresh_place(w, a, been);
-        begin_to_run(w, a);
-        been |= 1u << at;
+        uint32_t at = run_elsewhere(w, a, &been);
         fall_silent(w, at);
         if (a->ends)
             fail_msg("silence %d: %d %s: %s", times + 1, a->status, a->code, a->message);
@@ -112,10 +119,8 @@ static void a_late_word_of_the_dead_does_not_bring_it_back(void **state)
         world *w = world_of_one(143, 1, 6, &a);
         uint32_t been = 0;
         for (int times = 0; times < 2 && a->ends == 0; times++) {
-            uint32_t at = fresh_place(w, a, been);
+            uint32_t at = run_elsewhere(w, a, &been);
             fake_worker *silent = &w->fake.workers[at];
-            begin_to_run(w, a);
-            been |= 1u << at;
             pd_message late = {.kind = PD_MSG_HEARTBEAT,
                                .heartbeat = {.incarnation = silent->incarnation,
                                              .clock_ns = FAKE_CLOCK_NS + w->fake.now_ns}};
@@ -143,10 +148,8 @@ static void who_lives_is_refused_when_it_has_said_so(void **state)
         world *w = world_of_one(146, 1, 6, &a);
         uint32_t been = 0;
         for (int times = 0; times < 2; times++) {
-            uint32_t at = fresh_place(w, a, been);
+            uint32_t at = run_elsewhere(w, a, &been);
             fake_worker *silent = &w->fake.workers[at];
-            begin_to_run(w, a);
-            been |= 1u << at;
             pd_message word = {.kind = PD_MSG_HEARTBEAT, .heartbeat = {silent->incarnation}};
             uint64_t *clock_ns = &word.heartbeat.clock_ns;
             if (hello) {
@@ -198,10 +201,8 @@ static void a_late_word_of_who_has_ended_does_not_bring_it_back(void **state)
     world *w = world_of_one(144, 1, 6, &a);
     uint32_t been = 0;
     for (int times = 0; times < 2; times++) {
-        uint32_t at = fresh_place(w, a, been);
+        uint32_t at = run_elsewhere(w, a, &been);
         fake_worker *dead = &w->fake.workers[at];
-        begin_to_run(w, a);
-        been |= 1u << at;
         uint64_t lost = counters_of(w).workers_lost;
         dead->mute = true;
         router_core_on_worker_dead(w->fake.core, dead->incarnation, w->fake.now_ns);
