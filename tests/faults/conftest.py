@@ -1,5 +1,6 @@
 """What the tests of faults share: reference answers from an undisturbed cluster, and the last lines."""
 
+import json
 import os
 import sys
 
@@ -68,3 +69,13 @@ def no_hosts():
 def pytest_terminal_summary(terminalreporter):
     for line in REPORT.text():
         terminalreporter.write_line(line)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Leaves what was seen beside the results, for sums.py: faults-K-of-N.json."""
+    number, parts = (os.environ.get("KVFERRY_PART") or "1/1").split("/")
+    folder = os.path.join(os.environ.get("KVFERRY_BUILD", ""), "test-results")
+    if os.path.isdir(folder):
+        ran = {"part": int(number), "parts": int(parts), "full": FULL, "seed": SEED, "tests": session.testscollected, "failed": session.testsfailed}
+        with open(os.path.join(folder, f"faults-{number}-of-{parts}.json"), "w") as file:
+            json.dump({**ran, **REPORT.kept()}, file)

@@ -17,6 +17,7 @@ ANSWER = 40  # tokens
 PROBE_PROMPT = 360
 SHORT_S, LONG_S = 0.35, 2.8  # shorter and longer than the silence that means dead
 RETRY_S = 1.5  # the longest pause before an attempt (docs/lifecycle.md)
+GOES_ON_S = 1.0  # from SIGKILL of a decode worker to its streams going on elsewhere: the median is below it
 REUSED_AFTER = 3  # sets of prompts; by then the pools have forgotten them
 
 # name, what is seen ("client": at the client), which one, seconds or share of the prefill phase after it
@@ -173,6 +174,25 @@ class Report:
         with self.lock:
             kinds = self.counts.setdefault(what, {})
             kinds[kind] = kinds.get(kind, 0) + int(times)
+
+    KEPT = ("gaps_s", "waits_s", "patience", "growth", "whole", "errors", "cut", "clean_s", "cases", "counts")
+
+    def kept(self):
+        """All of it but its lines, as JSON can carry it: `sums.py` puts the parts of a run together."""
+        return {name: getattr(self, name) for name in self.KEPT}
+
+    def add(self, kept):
+        """What another part's kept() gave."""
+        for name in ("gaps_s", "waits_s", "clean_s"):
+            getattr(self, name).extend(kept[name])
+        for name in ("whole", "errors", "cut", "cases"):
+            setattr(self, name, getattr(self, name) + kept[name])
+        self.patience = max(self.patience, tuple(kept["patience"]))
+        for kind, more in kept["growth"].items():
+            self.growth[kind] = self.growth[kind] + more if kind == "looks" else max(self.growth[kind], more)
+        for what, kinds in kept["counts"].items():
+            for kind, times in kinds.items():
+                self.count(what, kind, times)
 
     def text(self):
         lines = list(self.lines)

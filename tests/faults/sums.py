@@ -1,0 +1,58 @@
+"""What all parts of a run of the suite faults showed together.
+
+    python3 tests/faults/sums.py build/test-results/faults-*-of-14.json
+
+Exit status 1: a part is missing, is there twice, or is of another run's kind; a test failed; or the median from SIGKILL
+of a decode worker to its streams going on is not under a second.
+"""
+
+import json
+import statistics
+import sys
+
+import moments
+
+
+def judge(parts):
+    """(lines, what is wrong) of the parts' files, as read."""
+    report, wrong = moments.Report(), []
+    for part in parts:
+        report.add(part)
+    there = sorted(part["part"] for part in parts)
+    of = {part["parts"] for part in parts}
+    if len(of) != 1 or there != list(range(1, max(of) + 1)):
+        wrong.append(f"these are the parts {there} of {sorted(of)}")
+    if len({part["full"] for part in parts}) != 1:
+        wrong.append("some are with --full, some without")
+    failed = sum(part["failed"] for part in parts)
+    if failed:
+        wrong.append(f"{failed} failed")
+    if not report.gaps_s:
+        wrong.append("no decode worker was killed while it had streams")
+    elif statistics.median(report.gaps_s) >= moments.GOES_ON_S:
+        wrong.append(f"streams go on after {statistics.median(report.gaps_s):.2f} s in the median, {moments.GOES_ON_S:.1f} s is the goal")
+    kind = "--full" if parts[0]["full"] else "a choice"
+    lines = [f"{len(parts)} parts ({kind}), {sum(part['tests'] for part in parts)} tests; seeds {', '.join(str(part['seed']) for part in sorted(parts, key=lambda part: part['part']))}"]
+    return lines + report.text(), wrong
+
+
+def main(paths):
+    if not paths:
+        print(__doc__.strip(), file=sys.stderr)
+        return 2
+    parts = []
+    for path in paths:
+        try:
+            with open(path) as file:
+                parts.append(json.load(file))
+        except (OSError, ValueError) as error:
+            print(f"sums.py: {path}: {error}", file=sys.stderr)
+            return 2
+    lines, wrong = judge(parts)
+    for line in lines + [f"WRONG: {line}" for line in wrong]:
+        print(line)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""What puts the parts of a run together says so when one is missing, failed, or too slow."""
+
+import copy
+
+import moments
+import sums
+
+
+def parts(slow=0):
+    made = []
+    for number in (1, 2, 3):
+        report = moments.Report()
+        report.gaps_s = [1.2 if at < slow else 0.3 for at in range(5)]
+        report.cases, report.whole, report.patience, report.waits_s, report.clean_s = 2, 32, (0.1 * number, f"fault {number}"), [0.5], [0.1]
+        report.growth = {"MiB": number, "descriptors": 1, "threads": 0, "looks": 2}
+        report.count("cancels", "at once", number)
+        made.append({"part": number, "parts": 3, "full": True, "seed": 10 + number, "tests": 7, "failed": 0, **copy.deepcopy(report.kept())})
+    return made
+
+
+def test_parts_are_put_together():
+    lines, wrong = sums.judge(parts())
+    assert wrong == []
+    text = "\n".join(lines)
+    assert "3 parts (--full), 21 tests; seeds 11, 12, 13" in text
+    assert "cancels: 6 (at once 6)" in text
+    assert "15 streams, median 300 ms" in text
+    assert "6 faults under 16 streams: 96 answers whole, 0 clear errors" in text
+    assert "30 % of what is allowed at most, fault 3" in text
+    assert "6 looks: at most 3.0 MiB, 1 descriptors" in text
+
+
+def test_what_is_not_whole_is_wrong():
+    one, two, three = parts()
+    for some in ([one, two], [one, two, two], [one, two, {**three, "parts": 4}], [one, two, {**three, "full": False}], [one, two, {**three, "failed": 1}]):
+        assert len(sums.judge(some)[1]) == 1, some
+    assert sums.judge([{**part, "gaps_s": []} for part in parts()])[1] == ["no decode worker was killed while it had streams"]
+
+
+def test_the_median_is_over_all_parts():
+    made = parts()
+    made[0]["gaps_s"] = [1.4] * 5  # one slow part of three is not half of the streams
+    assert sums.judge(made)[1] == []
+    assert "1.20 s in the median" in sums.judge(parts(slow=3))[1][0]
