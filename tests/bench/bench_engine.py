@@ -212,7 +212,7 @@ def run(context, args):
     if unknown or not model.exists() or args.rounds < 1:
         sys.exit(f"tests/bench/run engine: {'no part ' + unknown[0] if unknown else f'no model at {model}, or no rounds'}")
     peers = [peer for peer in args.peers.split(",") if peer]
-    programs = llama_cpp.build(context) if peers else {}
+    programs = llama_cpp.build(context, model) if peers else {}
     models = {"Q4_1": model}
     if "Q4_0" in peers:
         models["Q4_0"] = llama_cpp.q4_0(context, programs, model)

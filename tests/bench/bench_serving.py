@@ -116,7 +116,7 @@ def servers(context, args):
 
     programs, found, names = {}, [], args.servers.split(",")
     if any(name != "kvferry Q4_1" for name in names):
-        programs = llama_cpp.build(context)
+        programs = llama_cpp.build(context, context.root / MODEL)
     for name in names:
         who, _, dtype = name.partition(" ")
         if who not in ("kvferry", "llama.cpp") or dtype not in ("Q4_1", "Q4_0"):

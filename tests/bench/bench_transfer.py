@@ -124,10 +124,9 @@ def compare(context, transport, mib, rates):
         if transport == "shm":
             goals += [("copy", rates.get("copy"), 0.75), ("nixl, the better", best_nixl, 2.0)]
         else:
-            goals = [("nixl, the better", best_nixl, 1.0 if ucx == "1.22" else None),
-                     ("put ucx " + ucx, rates.get(f"put ucx {ucx}"), None),
-                     ("mooncake", rates.get("mooncake"), None),
-                     ("socket", rates.get("socket"), None)]
+            goals += [("nixl, the better", best_nixl, 1.0 if ucx == "1.22" else None),
+                      ("mooncake", rates.get("mooncake"), None),
+                      ("socket", rates.get("socket"), None)]
         for peer, peer_value, goal in goals:
             if peer_value:
                 yield context.result(figure, value, "GB/s", peer, peer_value,

@@ -168,6 +168,19 @@ def drop(kind, worker):
     return lambda seen: seen.kind == kind and seen.worker == worker
 
 
+def queued(one, rng, count, at_least_s):
+    """(bodies, their answers, s): prompts that all ask at once, and how long the last of them waited for decode. Their
+    answers are as long as it takes for that to be at_least_s."""
+    for tokens in (8, 16, 32, 64):
+        bodies = [fl.asked(prompt(rng, 40), tokens) for _ in range(count)]
+        streams = fl.at_once([lambda body=body: one.stream(body) for body in bodies])
+        assert all(len(stream.tokens) == tokens for stream in streams)
+        queue_s = max(stream.times[1] - stream.times[0] for stream in streams)  # prefill made the first
+        if queue_s >= at_least_s:
+            return bodies, [stream.tokens for stream in streams], queue_s
+    raise AssertionError(f"decode's queue is {queue_s:.1f} s, not {at_least_s:.0f} s, whatever is asked")
+
+
 KINDS = ["RouterHeartbeat", "Heartbeat"]
 
 
@@ -178,9 +191,8 @@ def test_a_decode_worker_whose_renewals_are_lost_gives_no_wrong_token(kind, rng,
     count, lost_after_s = (40, 2.0) if FULL else (10, 1.0)
     with fl.Field("tcp", prefill=1, decode=2, sets={"decode": ["decode.device=cpu-ref", "decode.max_batch=4"]}, kv={"memory": "16MiB"},
                   heartbeat={"interval": "100ms", "lost_after": f"{int(lost_after_s * 1000)}ms"}) as one:
-        bodies = [fl.asked(prompt(rng, 40), 8) for _ in range(count)]
-        want = [stream.tokens for stream in fl.at_once([lambda body=body: one.stream(body) for body in bodies])]
-        assert all(len(tokens) == 8 for tokens in want)
+        bodies, want, queue_s = queued(one, rng, count, 3 * lost_after_s if FULL else 0)
+        report.lines.append(f"{kind} lost: decode's queue was {queue_s:.1f} s, a lease is {lost_after_s:.0f} s")
         filler = [fl.asked(prompt(rng, 90), 2) for _ in range(4)]  # overwrites what was freed
         one.services["decode-0"].excused = True  # given up, it must start anew
 
