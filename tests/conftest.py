@@ -17,10 +17,27 @@ SEED = int(os.environ.get("KVFERRY_SEED", "1"))
 # a program of its own, which meson runs
 collect_ignore = ["integration/test_command.py"]
 FULL = os.environ.get("KVFERRY_FULL", "0") == "1"
+PART = os.environ.get("KVFERRY_PART", "")
+
+
+def part_of(items, part):
+    """Each N-th of them, from the K-th on; what judges a whole run (`every_part`) is in all parts."""
+    number, parts = map(int, part.split("/"))
+    own = [item for item in items if item.get_closest_marker("every_part") is None]
+    others = {*own} - {*own[number - 1 :: parts]}
+    return [item for item in items if item not in others]
+
+
+def pytest_collection_modifyitems(config, items):
+    if PART:
+        chosen = part_of(items, PART)
+        config.hook.pytest_deselected(items=list({*items} - {*chosen}))
+        items[:] = chosen
 
 
 def pytest_configure(config):
     """A run that is told to end still ends its clusters."""
+    config.addinivalue_line("markers", "every_part: runs in each part of --part K/N")
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("told to end (SIGTERM)", 143))
 
 
