@@ -81,6 +81,7 @@ def candidates(builds, python, transport, blocks):
         found["nixl"] = ([python, peers, "nixl", blocks], env)
         found["nixl progress thread"] = ([python, peers, "nixl", blocks, "progress"], env)
         if not shm:
+            found["nixl any device"] = ([python, peers, "nixl", blocks], {"UCX_TLS": "tcp"})
             found["mooncake"] = ([python, peers, "mooncake", blocks], {})
     return found
 
@@ -110,9 +111,9 @@ def perftest(context, transport):
     return float(numbers[-2]) * 1.048576e-3 if len(numbers) > 3 else None
 
 
-def compare(context, transport, mib, rates):
-    """Our rates of one transport and size beside the others'."""
-    best_nixl = max((rates[n] for n in ("nixl", "nixl progress thread") if n in rates), default=None)
+def compare(context, transport, mib, rates, nixl):
+    """Our rates of one transport and size beside the others'; nixl: whether it was asked for."""
+    best_nixl = max((rate for name, rate in rates.items() if name.startswith("nixl")), default=None)
     for name, value in rates.items():
         if not name.startswith("kvferry"):
             yield context.result(f"{name}, {transport} {mib} MiB", value, "GB/s")
@@ -128,9 +129,11 @@ def compare(context, transport, mib, rates):
                       ("mooncake", rates.get("mooncake"), None),
                       ("socket", rates.get("socket"), None)]
         for peer, peer_value, goal in goals:
+            goal = None if sealed else goal
             if peer_value:
-                yield context.result(figure, value, "GB/s", peer, peer_value,
-                                     None if sealed else goal)
+                yield context.result(figure, value, "GB/s", peer, peer_value, goal)
+            elif goal is not None and (nixl or not peer.startswith("nixl")):
+                yield {**context.result(figure, value, "GB/s", f"{peer}: not measured"), "goal": goal, "met": False}
 
 
 def posting(context, figure, share):
@@ -160,7 +163,7 @@ def run(context, args):
                         seen.setdefault(name, []).append(measured)
             rates = {name: statistics.median(rate for rate, _, _ in values)
                      for name, values in seen.items()}
-            yield from compare(context, transport, mib, rates)
+            yield from compare(context, transport, mib, rates, python is not None)
             for name, values in seen.items():
                 if name != "socket":
                     yield context.result(f"{name}, {transport} {mib} MiB, acknowledged",

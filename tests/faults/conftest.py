@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -57,11 +58,22 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(line)
 
 
+def commit():
+    """What was run, "+" where the tree has changes that are not committed; "" outside a repository."""
+    said = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=os.path.dirname(os.path.abspath(__file__)), check=False, capture_output=True, text=True)
+    return said.stdout.strip()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     """Leaves what was seen beside the results, for sums.py: faults-K-of-N.json."""
     number, parts = (os.environ.get("KVFERRY_PART") or "1/1").split("/")
     folder = os.path.join(os.environ.get("KVFERRY_BUILD", ""), "test-results")
     if os.path.isdir(folder):
-        ran = {"part": int(number), "parts": int(parts), "full": FULL, "seed": SEED, "tests": session.testscollected, "failed": session.testsfailed}
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        ran = {
+            "part": int(number), "parts": int(parts), "full": FULL, "seed": SEED, "commit": commit(), "status": int(exitstatus),
+            "tests": session.testscollected, "failed": session.testsfailed, "skipped": len(terminal.stats.get("skipped", [])) if terminal else 0,
+        }
         with open(os.path.join(folder, f"faults-{number}-of-{parts}.json"), "w") as file:
             json.dump({**ran, **REPORT.kept()}, file)

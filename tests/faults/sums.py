@@ -2,8 +2,8 @@
 
     python3 tests/faults/sums.py build/test-results/faults-*-of-14.json
 
-Exit status 1: a part is missing, is there twice, or is of another run's kind; a test failed; or the median from SIGKILL
-of a decode worker to its streams going on is not under a second.
+Exit status 1: a part is missing, is there twice, is of another commit or kind than the others, or was cut short; a test
+failed; or the median from SIGKILL of a decode worker to its streams going on is not under a second.
 """
 
 import json
@@ -24,15 +24,23 @@ def judge(parts):
         wrong.append(f"these are the parts {there} of {sorted(of)}")
     if len({part["full"] for part in parts}) != 1:
         wrong.append("some are with --full, some without")
+    commits = sorted({part["commit"] for part in parts})
+    if len(commits) != 1:
+        wrong.append(f"they are of the commits {', '.join(commits)}")
     failed = sum(part["failed"] for part in parts)
     if failed:
         wrong.append(f"{failed} failed")
+    cut = sorted(part["part"] for part in parts if part["status"] not in (0, 1))  # 1: tests failed, see above
+    if cut:
+        wrong.append(f"cut short: the parts {cut}")
     if not report.gaps_s:
         wrong.append("no decode worker was killed while it had streams")
     elif statistics.median(report.gaps_s) >= moments.GOES_ON_S:
         wrong.append(f"streams go on after {statistics.median(report.gaps_s):.2f} s in the median, {moments.GOES_ON_S:.1f} s is the goal")
     kind = "--full" if parts[0]["full"] else "a choice"
-    lines = [f"{len(parts)} parts ({kind}), {sum(part['tests'] for part in parts)} tests; seeds {', '.join(str(part['seed']) for part in sorted(parts, key=lambda part: part['part']))}"]
+    tests, skipped = (sum(part[what] for part in parts) for what in ("tests", "skipped"))
+    seeds = ", ".join(str(part["seed"]) for part in sorted(parts, key=lambda part: part["part"]))
+    lines = [f"{len(parts)} parts ({kind}) of {', '.join(commits)}: {tests} tests, {skipped} skipped; seeds {seeds}"]
     return lines + report.text(), wrong
 
 

@@ -14,7 +14,7 @@ def parts(slow=0):
         report.cases, report.whole, report.patience, report.waits_s, report.clean_s = 2, 32, (0.1 * number, f"fault {number}"), [0.5], [0.1]
         report.growth = {"MiB": number, "descriptors": 1, "threads": 0, "looks": 2}
         report.count("cancels", "at once", number)
-        made.append({"part": number, "parts": 3, "full": True, "seed": 10 + number, "tests": 7, "failed": 0, **copy.deepcopy(report.kept())})
+        made.append({"part": number, "parts": 3, "full": True, "seed": 10 + number, "commit": "abc", "status": 0, "tests": 7, "failed": 0, "skipped": 1, **copy.deepcopy(report.kept())})
     return made
 
 
@@ -22,7 +22,7 @@ def test_parts_are_put_together():
     lines, wrong = sums.judge(parts())
     assert wrong == []
     text = "\n".join(lines)
-    assert "3 parts (--full), 21 tests; seeds 11, 12, 13" in text
+    assert "3 parts (--full) of abc: 21 tests, 3 skipped; seeds 11, 12, 13" in text
     assert "cancels: 6 (at once 6)" in text
     assert "15 streams, median 300 ms" in text
     assert "6 faults under 16 streams: 96 answers whole, 0 clear errors" in text
@@ -32,7 +32,7 @@ def test_parts_are_put_together():
 
 def test_what_is_not_whole_is_wrong():
     one, two, three = parts()
-    for some in ([one, two], [one, two, two], [one, two, {**three, "parts": 4}], [one, two, {**three, "full": False}], [one, two, {**three, "failed": 1}]):
+    for some in ([one, two], [one, two, two], [one, two, {**three, "parts": 4}], [one, two, {**three, "full": False}], [one, two, {**three, "failed": 1}], [one, two, {**three, "status": 2}], [one, two, {**three, "commit": "abd"}]):
         assert len(sums.judge(some)[1]) == 1, some
     assert sums.judge([{**part, "gaps_s": []} for part in parts()])[1] == ["no decode worker was killed while it had streams"]
 
