@@ -66,6 +66,7 @@ class Seen:
 
     def __init__(self, kind, body, worker):
         self.kind, self.body, self.worker = kind, body, worker
+        self.from_worker = False  # else to it
 
     def key(self):
         """(router, number, epoch), or None."""
@@ -270,6 +271,7 @@ class Tap:
             if seen is None:
                 way.pending += raw
                 continue
+            seen.from_worker = way is way.link.up
             if self.drop is not None and self.drop(seen):
                 continue
             with self.lock:

@@ -3,8 +3,10 @@ systems (clients that leave; a prefill that fails; a lease that ends; a peer res
 
 import collections
 import contextlib
+import datetime
 import os
 import random
+import re
 import socket
 import statistics
 import subprocess
@@ -164,8 +166,11 @@ def test_a_worker_of_another_limit_is_refused_at_registration_with_both(pair):
 # ---- the lease ends while decode still queues
 
 
-def drop(kind, worker):
-    return lambda seen: seen.kind == kind and seen.worker == worker
+# what is lost, and the line that says so: whose log, and what it says
+LOST = {
+    "renewals": (lambda seen, worker: seen.worker == worker and seen.kind == "RouterHeartbeat", "decode-0", 'msg="the lease has run out"'),
+    "its voice": (lambda seen, worker: seen.worker == worker and seen.from_worker, "router", 'msg="worker lost: .* worker=decode-0'),
+}
 
 
 def queued(one, rng, count, at_least_s):
@@ -181,24 +186,29 @@ def queued(one, rng, count, at_least_s):
     raise AssertionError(f"decode's queue is {queue_s:.1f} s, not {at_least_s:.0f} s, whatever is asked")
 
 
-KINDS = ["RouterHeartbeat", "Heartbeat"]
+def first_s(log, pattern):
+    """When a log first says it, in seconds since 1970; None: never."""
+    line = next((line for line in log.splitlines() if re.search(pattern, line)), None)
+    return None if line is None else datetime.datetime.fromisoformat(re.search(r" ts=(\S+)Z ", line)[1] + "+00:00").timestamp()
 
 
-@pytest.mark.parametrize("kind", KINDS if FULL else [KINDS[SEED % 2]])
-def test_a_decode_worker_whose_renewals_are_lost_gives_no_wrong_token(kind, rng, report):
-    """Slow decode workers, so that leases are old when they are used; small pools, so that freed
-    blocks are written again at once. Then renewals are dropped, one way or the other."""
+@pytest.mark.parametrize("what", list(LOST) if FULL else [list(LOST)[SEED % 2]])
+def test_a_decode_worker_that_loses_its_leases_gives_no_wrong_token(what, rng, report):
+    """Slow decode workers, so that leases are old when they are used; small pools, so that freed blocks are written
+    again at once. Then one decode worker's renewals are dropped, or all that it says: in two leases it has none."""
     count, lost_after_s = (40, 2.0) if FULL else (10, 1.0)
+    dropped, who, told = LOST[what]
     with fl.Field("tcp", prefill=1, decode=2, sets={"decode": ["decode.device=cpu-ref", "decode.max_batch=4"]}, kv={"memory": "16MiB"},
                   heartbeat={"interval": "100ms", "lost_after": f"{int(lost_after_s * 1000)}ms"}) as one:
-        bodies, want, queue_s = queued(one, rng, count, 3 * lost_after_s if FULL else 0)
-        report.lines.append(f"{kind} lost: decode's queue was {queue_s:.1f} s, a lease is {lost_after_s:.0f} s")
+        bodies, want, queue_s = queued(one, rng, count, 3 * lost_after_s)
         filler = [fl.asked(prompt(rng, 90), 2) for _ in range(4)]  # overwrites what was freed
         one.services["decode-0"].excused = True  # given up, it must start anew
+        began_s = []
 
         def filter_for_a_while():
             time.sleep(0.3)
-            one.tap.drop = drop(kind, "decode-0")
+            began_s.append(time.time())
+            one.tap.drop = lambda seen: dropped(seen, "decode-0")
             time.sleep(2.5 * lost_after_s)
             one.tap.drop = None
 
@@ -210,6 +220,9 @@ def test_a_decode_worker_whose_renewals_are_lost_gives_no_wrong_token(kind, rng,
                  if stream.tokens != (tokens if stream.error is None else tokens[: len(stream.tokens)]) or stream.cut]
         assert not wrong, "\n".join(wrong)
         assert sum(stream.error is None for stream in results) >= len(results) // 2, [stream.error for stream in results]
+        at_s = first_s(one.log(who), told)
+        assert at_s is not None and began_s[0] <= at_s <= began_s[0] + 2 * lost_after_s, (began_s, at_s)
+        report.lines.append(f"{what} lost: decode's queue was {queue_s:.1f} s, a lease is {lost_after_s:.0f} s, its leases went {at_s - began_s[0]:.1f} s after its last word")
         one.wait_ready(20)
         one.assert_clean(2 * lost_after_s + 5)
         for name in ("prefill-0", "decode-1", "router"):
