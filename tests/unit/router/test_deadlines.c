@@ -1,7 +1,8 @@
 /* Each phase of a request ends at a deadline of its own: a worker that beats but says nothing holds
- * up a request that long and no longer. All of them differ here and are checked to the millisecond:
- * what is left with the deadline of the phase before is found like what is left with none. Which
- * one it is says the table of docs/lifecycle.md. */
+ * up a request that long and no longer. All that are set apart differ here (the time for a lease is
+ * that for a suspended sequence's last tokens, too) and are checked to the millisecond: what is
+ * left with the deadline of the phase before is found like what is left with none. Which one it is
+ * says the table of docs/lifecycle.md. */
 
 #include "common/base/log.h"
 #include "router/lifecycle.h"
