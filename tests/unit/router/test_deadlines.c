@@ -344,14 +344,11 @@ static answer *suspend(world *w, const fake_worker **from_out, const fake_lease 
     return a;
 }
 
-/* Its token comes, so late that the deadline of being suspended is not that of the move. */
-static answer *begin_to_move(world *w)
+/* Its last token comes: it moves. */
+static void say_late_token(world *w, const answer *a, const fake_worker *from,
+                           const fake_lease *lease)
 {
     fake *f = &w->fake;
-    const fake_worker *from;
-    const fake_lease *lease;
-    answer *a = suspend(w, &from, &lease);
-    wait_ms(w, LEASE_MS / 2);
     uint32_t index = lease->next - 1;
     const pd_step_token late = {
         .key = lease->key, .index = index, .token = fake_token(a->first, index)};
@@ -362,6 +359,16 @@ static answer *begin_to_move(world *w)
     memcpy(message.step_tokens.name, from->name, sizeof from->name);
     router_core_on_message(f->core, NULL, &message, f->now_ns);
     assert_int_equal(f->sent[PD_MSG_LEASE_REQUEST], 2);
+}
+
+/* So late that the deadline of being suspended is not that of the move. */
+static answer *begin_to_move(world *w)
+{
+    const fake_worker *from;
+    const fake_lease *lease;
+    answer *a = suspend(w, &from, &lease);
+    wait_ms(w, LEASE_MS / 2);
+    say_late_token(w, a, from, lease);
     return a;
 }
 
@@ -399,6 +406,50 @@ static void a_move_whose_lease_is_not_answered_is_given_up(void **state)
     w->fake.lose[PD_MSG_LEASE_REPLY] = 1;
     assert_given_up_after(w, deadline_ms(ROUTER_REQUEST_SUSPENDED, ROUTER_EVENT_MOVES));
     assert_moves_on(w, a);
+    world_free(w);
+}
+
+static const fake_worker *await_asked_to_take(world *w)
+{
+    for (;; step(w)) {
+        for (uint32_t i = 0; i < w->fake.workers_count; i++) {
+            if (w->fake.workers[i].last_lease.bind)
+                return &w->fake.workers[i];
+        }
+    }
+}
+
+/* The worker says that it has sent yet another token, and the move fails before that is here: it is
+ * waited for as for the first ones, from then. */
+static void a_move_that_fails_leaves_the_time_of_a_suspended_sequence(void **state)
+{
+    (void)state;
+    world *w = world_of(211, 1, 3);
+    fake *f = &w->fake;
+    const fake_worker *from;
+    const fake_lease *lease;
+    answer *a = suspend(w, &from, &lease);
+    f->lose[PD_MSG_LEASE_REPLY] = 1;
+    say_late_token(w, a, from, lease);
+    const fake_worker *to = await_asked_to_take(w);
+    pd_message said = {.kind = PD_MSG_SUSPENDED,
+                       .suspended = {.key = lease->key,
+                                     .answered = lease->next + 1,
+                                     .kv_tokens = lease->prompt_tokens + lease->next,
+                                     .blocks = lease->blocks}};
+    wait_ms(w, LEASE_MS / 2);
+    say(w, from, &said);
+    const pd_message refused = {
+        .kind = PD_MSG_LEASE_REPLY,
+        .lease_reply = {.key = to->last_lease.key, .bound = true, .status = PD_E_OVERLOAD}};
+    say(w, to, &refused);
+    assert_int_equal(counters_of(w).moves_failed, 1);
+    wait_ms(w, deadline_ms(ROUTER_REQUEST_MOVING, ROUTER_EVENT_MOVE_FAILED) - 1);
+    assert_int_equal(counters_of(w).gave_way, 0);
+    wait_ms(w, 2);
+    assert_int_equal(counters_of(w).gave_way, 1);
+    wait_ms(w, 500);
+    assert_whole(w, a);
     world_free(w);
 }
 
@@ -470,6 +521,7 @@ int main(void)
         cmocka_unit_test(an_answer_that_stops_is_given_up_an_idle_time_after_its_last_token),
         cmocka_unit_test(a_suspended_sequence_gives_way_in_time),
         cmocka_unit_test(a_move_whose_lease_is_not_answered_is_given_up),
+        cmocka_unit_test(a_move_that_fails_leaves_the_time_of_a_suspended_sequence),
         cmocka_unit_test(a_move_that_does_not_land_is_given_up),
         cmocka_unit_test(what_has_moved_and_makes_no_token_is_given_up),
         cmocka_unit_test(an_answer_does_not_wait_for_a_last_word),
