@@ -14,7 +14,9 @@ enum {
     PREFILL_MS = 1000 + LEASE_MS, /* the worker has 1 s, and the router that much more */
     LANDING_MS = 2000 + LEASE_MS,
     IDLE_MS = 3000,
-    CLOSING_MS = 250
+    CLOSING_MS = 250,
+    TOTAL_MS = 2000, /* where nothing else ends a request: see only_in_all */
+    PATIENT_MS = 10 * TOTAL_MS
 };
 
 static void all_different(router_core_config *config)
@@ -55,9 +57,10 @@ static uint64_t deadline_ms(router_request_state from, router_event event)
 }
 
 /* Workers 0 .. prefills - 1 are prefill workers. What an audit would tell of them is not heard. */
-static world *world_of(uint64_t seed, uint32_t prefills, uint32_t decodes)
+static world *world_under(uint64_t seed, uint32_t prefills, uint32_t decodes,
+                          void (*deadlines)(router_core_config *config))
 {
-    world *w = world_with(seed, all_different);
+    world *w = world_with(seed, deadlines);
     w->fake.lose[PD_MSG_AUDIT] = UINT32_MAX;
     for (uint32_t i = 0; i < prefills; i++)
         fake_add(&w->fake, PD_ROLE_PREFILL, 512);
@@ -65,6 +68,11 @@ static world *world_of(uint64_t seed, uint32_t prefills, uint32_t decodes)
         fake_add(&w->fake, PD_ROLE_DECODE, 512);
     wait_ms(w, 200);
     return w;
+}
+
+static world *world_of(uint64_t seed, uint32_t prefills, uint32_t decodes)
+{
+    return world_under(seed, prefills, decodes, all_different);
 }
 
 static void step(world *w)
@@ -479,6 +487,89 @@ static void what_has_moved_and_makes_no_token_is_given_up(void **state)
     world_free(w);
 }
 
+/* ---- all of it ---- */
+
+/* Nothing but the deadline of all of it ends a request soon. */
+static void only_in_all(router_core_config *config)
+{
+    config->queue_ns = config->lease_ns = config->prefill_ns = config->transfer_ns =
+        config->decode_idle_ns = PATIENT_MS * PD_NS_PER_MS;
+    config->total_ns = TOTAL_MS * PD_NS_PER_MS;
+}
+
+typedef struct phase {
+    router_request_state state;
+    uint32_t decodes;
+    bool runs;  /* decoding: token after token, not standing still */
+    bool again; /* queued: for a second attempt */
+} phase;
+
+/* Asks, and sees to it that the request comes to that phase and never leaves it. */
+static answer *ask_to_stay_in(world *w, const phase *p)
+{
+    fake *f = &w->fake;
+    const fake_worker *from;
+    const fake_lease *lease;
+    if (p->state == ROUTER_REQUEST_SUSPENDED)
+        return suspend(w, &from, &lease);
+    if (p->state == ROUTER_REQUEST_MOVING) {
+        f->lose[PD_MSG_SHIP_REQUEST] = UINT32_MAX;
+        return begin_to_move(w);
+    }
+    f->lose[PD_MSG_LEASE_REPLY] = p->state == ROUTER_REQUEST_LEASING;
+    f->lose[PD_MSG_PREFILL_REQUEST] = p->state == ROUTER_REQUEST_PREFILLING;
+    f->silent_landings = p->state == ROUTER_REQUEST_LANDING ? 1000 : 0;
+    f->lose[PD_MSG_DECODE_START] = p->state == ROUTER_REQUEST_LANDING;
+    answer *a = ask(w, 40, 3000);
+    if (p->state == ROUTER_REQUEST_DECODING || p->again)
+        wait_for_token(w, a, 30);
+    if (p->state == ROUTER_REQUEST_DECODING && !p->runs)
+        f->lose[PD_MSG_STEP_TOKENS] = UINT32_MAX;
+    if (p->again)
+        bring_down(w, place_of(w, a));
+    return a;
+}
+
+static uint64_t failed_in(const world *w, router_request_state state)
+{
+    uint32_t count, row = 0;
+    const router_transition *table = router_lifecycle_table(&count);
+    while (row < count && (table[row].from != state || table[row].event != ROUTER_EVENT_FAILED))
+        row++;
+    assert_true(row < count);
+    return router_core_transitions(w->fake.core, &count)[row];
+}
+
+static void whatever_a_request_waits_for_all_of_it_ends_in_time(void **state)
+{
+    (void)state;
+    static const phase phases[] = {
+        {ROUTER_REQUEST_QUEUED, 0, false, false},  {ROUTER_REQUEST_QUEUED, 1, false, true},
+        {ROUTER_REQUEST_LEASING, 1, false, false}, {ROUTER_REQUEST_PREFILLING, 1, false, false},
+        {ROUTER_REQUEST_LANDING, 1, false, false}, {ROUTER_REQUEST_DECODING, 1, false, false},
+        {ROUTER_REQUEST_DECODING, 1, true, false}, {ROUTER_REQUEST_SUSPENDED, 3, false, false},
+        {ROUTER_REQUEST_MOVING, 3, false, false}};
+    for (size_t i = 0; i < sizeof phases / sizeof phases[0]; i++) {
+        const phase *p = &phases[i];
+        world *w = world_under(212, 1, p->decodes, only_in_all);
+        uint64_t due_ns = w->fake.now_ns + TOTAL_MS * PD_NS_PER_MS;
+        const answer *a = ask_to_stay_in(w, p);
+        fake_run(&w->fake, due_ns - 1);
+        assert_int_equal(a->ends, 0);
+        assert_true(!p->runs || a->next > TOTAL_MS / 2);
+        fake_run(&w->fake, due_ns);
+        assert_int_equal(a->ends, 1);
+        assert_int_equal(a->status, 504);
+        assert_string_equal(a->code, "deadline_exceeded");
+        assert_int_equal(failed_in(w, p->state), 1);
+        wait_ms(w, 100);
+        assert_nothing_left(w);
+        assert_int_equal(counters_of(w).retried, p->again);
+        assert_int_equal(given_up(w), 0);
+        world_free(w);
+    }
+}
+
 /* ---- the end ---- */
 
 /* All tokens are there, and the prefill worker's last word is not: of an answer that a decode
@@ -524,6 +615,7 @@ int main(void)
         cmocka_unit_test(a_move_that_fails_leaves_the_time_of_a_suspended_sequence),
         cmocka_unit_test(a_move_that_does_not_land_is_given_up),
         cmocka_unit_test(what_has_moved_and_makes_no_token_is_given_up),
+        cmocka_unit_test(whatever_a_request_waits_for_all_of_it_ends_in_time),
         cmocka_unit_test(an_answer_does_not_wait_for_a_last_word),
     };
     pd_log_init("test", PD_LOG_ERROR);
