@@ -319,6 +319,29 @@ static void attempts_are_bounded_and_back_off(void **state)
     end_world(w);
 }
 
+/* Each makes tokens, and fails then: it is never the fourth in a row, but the 17th in all. */
+static void attempts_are_bounded_however_far_each_comes(void **state)
+{
+    (void)state;
+    world *w = one_to_one(70);
+    answer *a = ask(w, 40, 3000);
+    for (uint32_t attempt = 1; attempt <= 17; attempt++) {
+        begin_to_run(w, a);
+        assert_int_equal(counters_of(w).retried, attempt - 1);
+        w->fake.decode_status = PD_E_INTERNAL;
+        while (a->ends == 0 && counters_of(w).retried < attempt)
+            fake_run(&w->fake, w->fake.now_ns + 50000);
+        w->fake.decode_status = PD_OK;
+        assert_int_equal(a->ends, attempt == 17);
+    }
+    assert_int_equal(a->status, 503);
+    assert_string_equal(a->code, "worker_failed");
+    assert_int_equal(w->fake.sent[PD_MSG_PREFILL_REQUEST], 17);
+    wait_ms(w, 100);
+    assert_nothing_left(w);
+    end_world(w);
+}
+
 static void few_requests(router_core_config *config)
 {
     config->requests_max = 6;
@@ -927,6 +950,7 @@ int main(void)
         cmocka_unit_test(a_new_session_is_a_retry_at_once),
         cmocka_unit_test(a_clients_error_is_never_tried_again),
         cmocka_unit_test(attempts_are_bounded_and_back_off),
+        cmocka_unit_test(attempts_are_bounded_however_far_each_comes),
         cmocka_unit_test(there_is_never_a_storm_of_retries),
         cmocka_unit_test(who_brings_down_two_workers_gets_no_third),
         cmocka_unit_test(who_ran_for_a_while_where_workers_died_goes_on),
