@@ -111,6 +111,8 @@ PLANTS = [
     ("seal-unchecked", "all", 100),
     ("blocks-kept", "all", 20),
     ("no-deadline", "all", 20),
+    ("deadline-late", "all", 200),
+    ("deadline-uncut", "all", 200),
     ("no-shared-budget", "all", 15000),
     ("priority-reversed", "all", 400),
     ("no-suspects", "poison", 400),
