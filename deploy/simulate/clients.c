@@ -56,6 +56,30 @@ static sim_request *must_find(sim_router *router, router_handle handle)
     return request;
 }
 
+/* Nothing is late by itself: a router acts at its deadline, or, when it stands still then, as soon
+ * as it goes on. */
+static void check_in_time(sim_world *world, const sim_request *request)
+{
+    const sim_router *router = &world->routers[request->router];
+    uint64_t due_ns = request->asked_ns + router->total_ns;
+    uint64_t last_ns = router->frozen_until_ns > due_ns ? router->frozen_until_ns : due_ns;
+
+    if (world->now_ns > last_ns)
+        sim_broken(world, "request %u: %.3f s after it was asked, beyond its deadline of %.0f s",
+                   number_of(world, request),
+                   (double)(world->now_ns - request->asked_ns) / PD_NS_PER_S,
+                   (double)router->total_ns / PD_NS_PER_S);
+}
+
+void sim_clients_check_time(sim_world *world)
+{
+    for (uint32_t i = 0; i < world->requests_count; i++) {
+        const sim_request *request = &world->requests[i];
+        if (request->handle != 0 && request->ends == 0)
+            check_in_time(world, request);
+    }
+}
+
 /* ---- what comes back ---- */
 
 static bool on_send(void *ctx, const char *to, const pd_message *message)
@@ -88,6 +112,7 @@ static void on_token(void *ctx, router_handle handle, uint32_t index, uint32_t t
     else if ((finish != PD_FINISH_NONE) != (index + 1 == request->answer_count))
         sim_broken(world, "request %u: token %u of %u has finish %d", number, index,
                    request->answer_count, (int)finish);
+    check_in_time(world, request);
     request->got++;
     request->attempts_in_row = 0;
 }
@@ -115,6 +140,7 @@ static void on_finish(void *ctx, router_handle handle, const router_finish *fini
         sim_broken(world, "request %u: usage %u + %u, should be %u + %u", number,
                    finish->prompt_tokens, finish->completion_tokens, request->prompt_count,
                    request->answer_count);
+    check_in_time(world, request);
     request->finished = true;
     request->ends++;
 }
@@ -130,6 +156,7 @@ static void end_with_error(sim_router *router, sim_request *request, const route
         sim_broken(world, "request %u: an error without a word", number);
     else
         sim_reasons_judge(router, request, error);
+    check_in_time(world, request);
     request->failed = true;
     request->http_status = error->http_status;
     request->ends++;

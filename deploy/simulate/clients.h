@@ -30,6 +30,8 @@ void sim_clients_see(sim_router *router, const pd_message *message);
 /* One has come from a worker: an attempt that was refused for want of room is none. */
 void sim_clients_see_reply(sim_router *router, const pd_message *message);
 
+/* None that a router works on is beyond its own deadline. */
+void sim_clients_check_time(sim_world *world);
 bool sim_clients_all_ended(const sim_world *world, uint32_t count);
 /* After the end: each request ended once, and none failed that must not. */
 void sim_clients_judge(sim_world *world, sim_result *result);

@@ -228,7 +228,7 @@ static void held(const sim_world *world, char *text, size_t size)
         sim_router_held(&world->routers[i], text, size);
 }
 
-/* No request waits longer than its deadline. */
+/* Nobody waits for ever for a router that takes his request: from then on clients.c looks. */
 static void check_progress(sim_world *world, uint32_t asked)
 {
     if (world->now_ns < world->asked_by_ns + world->plan.total_ns + LATE_NS ||
@@ -247,7 +247,7 @@ static void check_progress(sim_world *world, uint32_t asked)
 static void run(sim_world *world)
 {
     uint32_t asked = world->plan.requests;
-    uint64_t look_ns = 0, rest_by_ns = UINT64_MAX;
+    uint64_t look_ns = 0, clock_ns = 0, rest_by_ns = UINT64_MAX;
     uint32_t instant = 0;
     char text[200];
     sim_event event;
@@ -269,6 +269,10 @@ static void run(sim_world *world)
         if (++world->events_done > EVENTS_MAX) {
             sim_broken(world, "no end after %llu events", EVENTS_MAX);
             return;
+        }
+        if (world->now_ns >= clock_ns) {
+            sim_clients_check_time(world);
+            clock_ns = world->now_ns + CHECK_NS;
         }
         if (world->now_ns < look_ns || world->faults_left > 0)
             continue;

@@ -28,6 +28,8 @@ typedef enum plant {
     PLANT_UNWRITTEN,
     PLANT_BLOCKS_KEPT,
     PLANT_NO_DEADLINE,
+    PLANT_DEADLINE_LATE,
+    PLANT_DEADLINE_UNCUT,
     PLANT_NO_SHARED_BUDGET,
     PLANT_PRIORITY_REVERSED,
     PLANT_NO_SUSPECTS,
@@ -50,6 +52,8 @@ static const char *const names[PLANTS] = {
     [PLANT_UNWRITTEN] = "unwritten-believed",
     [PLANT_BLOCKS_KEPT] = "blocks-kept",
     [PLANT_NO_DEADLINE] = "no-deadline",
+    [PLANT_DEADLINE_LATE] = "deadline-late",
+    [PLANT_DEADLINE_UNCUT] = "deadline-uncut",
     [PLANT_NO_SHARED_BUDGET] = "no-shared-budget",
     [PLANT_PRIORITY_REVERSED] = "priority-reversed",
     [PLANT_NO_SUSPECTS] = "no-suspects",
@@ -205,6 +209,20 @@ WRAPPED(void, router_requests_on_tick, router_requests *t, uint64_t now_ns)
 {
     if (planted != PLANT_NO_DEADLINE)
         __real_router_requests_on_tick(t, now_ns);
+}
+
+/* A request has three times as long as it should; or a phase's deadline is not cut to what is left
+ * of all of it. */
+WRAPPED(void, router_request_set_due, router_requests *t, router_request *r, uint64_t due_ns)
+{
+    uint64_t total_due_ns = r->total_due_ns;
+
+    if (planted == PLANT_DEADLINE_LATE)
+        r->total_due_ns = total_due_ns = r->arrived_ns + 3 * t->o.config->total_ns;
+    if (planted == PLANT_DEADLINE_UNCUT)
+        r->total_due_ns = UINT64_MAX;
+    __real_router_request_set_due(t, r, due_ns);
+    r->total_due_ns = total_due_ns;
 }
 
 int main(int argc, char **argv)

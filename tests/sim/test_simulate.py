@@ -50,13 +50,31 @@ def test_standard_runs_keep_every_promise_and_show_every_state():
         assert took < 900 * max(1, 2 / JOBS), f"{RUNS} standard runs took {took:.0f} s"
 
 
-@pytest.mark.parametrize("faults", ["none", "hang-up,short", "crash", "freeze", "cut,corrupt", "router-crash,router-freeze,router-leave", "partition", "lose,duplicate,reorder", "pool,poison", "slow-link", "slow-link,hang-up,short"])
-def test_one_kind_of_fault_alone(faults):
-    """Where nothing breaks (none; hang-up and short) nothing may fail and nothing is tried twice; nor where links are only slow."""
-    runs = max(RUNS // 50, 20)
+def good_runs(faults, runs):
+    """So many runs of these faults, all good; how often each kind happened in them."""
+    runs = max(runs, 20)
     status, out, err = simulate("--seed", FIRST, "--runs", runs, "--jobs", JOBS, "--faults", faults)
     assert status == 0, f"seeds from {FIRST}, faults {faults}:\n{told(out)}\n{err[-1500:]}"
     assert out.splitlines()[-1] == f"{runs} passed, 0 failed, 0 skipped"
+    happened = re.search(r"^faults:((?: [a-z-]+ \d+)+)$", out, re.M)[1]
+    return {kind: int(count) for kind, count in re.findall(r"([a-z-]+) (\d+)", happened)}
+
+
+KINDS = ["crash", "freeze", "pool", "cut", "partition", "router-crash", "router-freeze", "router-leave", "hang-up", "slow", "corrupt", "short", "poison", "lose", "duplicate", "reorder", "slow-link"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_kind_of_fault_alone(kind):
+    """Where only clients leave, or many ask at once, nothing may fail and nothing is tried twice; nor where links are only slow."""
+    happened = good_runs(kind, RUNS // 100)
+    assert set(happened) == set(KINDS), "a kind of fault that does not run alone"
+    assert [other for other, count in happened.items() if count > 0] == [kind]
+
+
+@pytest.mark.parametrize("faults", ["none", "hang-up,short", "cut,corrupt", "router-crash,router-freeze,router-leave", "lose,duplicate,reorder", "pool,poison", "slow-link,hang-up,short"])
+def test_few_kinds_of_faults(faults):
+    """Where nothing breaks (none; hang-up and short) nothing may fail and nothing is tried twice; nor where links are only slow."""
+    assert {kind for kind, count in good_runs(faults, RUNS // 50).items() if count > 0} == set(faults.split(",")) - {"none"}
 
 
 @pytest.mark.parametrize("links", ["memory", "messages"])
@@ -111,6 +129,8 @@ PLANTS = [
     ("seal-unchecked", "all", 100),
     ("blocks-kept", "all", 20),
     ("no-deadline", "all", 20),
+    ("deadline-late", "all", 200),
+    ("deadline-uncut", "all", 200),
     ("no-shared-budget", "all", 15000),
     ("priority-reversed", "all", 400),
     ("no-suspects", "poison", 400),

@@ -1,7 +1,8 @@
 /* Each phase of a request ends at a deadline of its own: a worker that beats but says nothing holds
- * up a request that long and no longer. All of them differ here and are checked to the millisecond:
- * what is left with the deadline of the phase before is found like what is left with none. Which
- * one it is says the table of docs/lifecycle.md. */
+ * up a request that long and no longer. All that are set apart differ here (the time for a lease is
+ * that for a suspended sequence's last tokens, too) and are checked to the millisecond: what is
+ * left with the deadline of the phase before is found like what is left with none. Which one it is
+ * says the table of docs/lifecycle.md. */
 
 #include "common/base/log.h"
 #include "router/lifecycle.h"
@@ -13,7 +14,9 @@ enum {
     PREFILL_MS = 1000 + LEASE_MS, /* the worker has 1 s, and the router that much more */
     LANDING_MS = 2000 + LEASE_MS,
     IDLE_MS = 3000,
-    CLOSING_MS = 250
+    CLOSING_MS = 250,
+    TOTAL_MS = 2000, /* where nothing else ends a request: see only_in_all */
+    PATIENT_MS = 10 * TOTAL_MS
 };
 
 static void all_different(router_core_config *config)
@@ -54,9 +57,10 @@ static uint64_t deadline_ms(router_request_state from, router_event event)
 }
 
 /* Workers 0 .. prefills - 1 are prefill workers. What an audit would tell of them is not heard. */
-static world *world_of(uint64_t seed, uint32_t prefills, uint32_t decodes)
+static world *world_under(uint64_t seed, uint32_t prefills, uint32_t decodes,
+                          void (*deadlines)(router_core_config *config))
 {
-    world *w = world_with(seed, all_different);
+    world *w = world_with(seed, deadlines);
     w->fake.lose[PD_MSG_AUDIT] = UINT32_MAX;
     for (uint32_t i = 0; i < prefills; i++)
         fake_add(&w->fake, PD_ROLE_PREFILL, 512);
@@ -64,6 +68,11 @@ static world *world_of(uint64_t seed, uint32_t prefills, uint32_t decodes)
         fake_add(&w->fake, PD_ROLE_DECODE, 512);
     wait_ms(w, 200);
     return w;
+}
+
+static world *world_of(uint64_t seed, uint32_t prefills, uint32_t decodes)
+{
+    return world_under(seed, prefills, decodes, all_different);
 }
 
 static void step(world *w)
@@ -343,14 +352,11 @@ static answer *suspend(world *w, const fake_worker **from_out, const fake_lease 
     return a;
 }
 
-/* Its token comes, so late that the deadline of being suspended is not that of the move. */
-static answer *begin_to_move(world *w)
+/* Its last token comes: it moves. */
+static void say_late_token(world *w, const answer *a, const fake_worker *from,
+                           const fake_lease *lease)
 {
     fake *f = &w->fake;
-    const fake_worker *from;
-    const fake_lease *lease;
-    answer *a = suspend(w, &from, &lease);
-    wait_ms(w, LEASE_MS / 2);
     uint32_t index = lease->next - 1;
     const pd_step_token late = {
         .key = lease->key, .index = index, .token = fake_token(a->first, index)};
@@ -361,6 +367,16 @@ static answer *begin_to_move(world *w)
     memcpy(message.step_tokens.name, from->name, sizeof from->name);
     router_core_on_message(f->core, NULL, &message, f->now_ns);
     assert_int_equal(f->sent[PD_MSG_LEASE_REQUEST], 2);
+}
+
+/* So late that the deadline of being suspended is not that of the move. */
+static answer *begin_to_move(world *w)
+{
+    const fake_worker *from;
+    const fake_lease *lease;
+    answer *a = suspend(w, &from, &lease);
+    wait_ms(w, LEASE_MS / 2);
+    say_late_token(w, a, from, lease);
     return a;
 }
 
@@ -401,6 +417,50 @@ static void a_move_whose_lease_is_not_answered_is_given_up(void **state)
     world_free(w);
 }
 
+static const fake_worker *await_asked_to_take(world *w)
+{
+    for (;; step(w)) {
+        for (uint32_t i = 0; i < w->fake.workers_count; i++) {
+            if (w->fake.workers[i].last_lease.bind)
+                return &w->fake.workers[i];
+        }
+    }
+}
+
+/* The worker says that it has sent yet another token, and the move fails before that is here: it is
+ * waited for as for the first ones, from then. */
+static void a_move_that_fails_leaves_the_time_of_a_suspended_sequence(void **state)
+{
+    (void)state;
+    world *w = world_of(211, 1, 3);
+    fake *f = &w->fake;
+    const fake_worker *from;
+    const fake_lease *lease;
+    answer *a = suspend(w, &from, &lease);
+    f->lose[PD_MSG_LEASE_REPLY] = 1;
+    say_late_token(w, a, from, lease);
+    const fake_worker *to = await_asked_to_take(w);
+    pd_message said = {.kind = PD_MSG_SUSPENDED,
+                       .suspended = {.key = lease->key,
+                                     .answered = lease->next + 1,
+                                     .kv_tokens = lease->prompt_tokens + lease->next,
+                                     .blocks = lease->blocks}};
+    wait_ms(w, LEASE_MS / 2);
+    say(w, from, &said);
+    const pd_message refused = {
+        .kind = PD_MSG_LEASE_REPLY,
+        .lease_reply = {.key = to->last_lease.key, .bound = true, .status = PD_E_OVERLOAD}};
+    say(w, to, &refused);
+    assert_int_equal(counters_of(w).moves_failed, 1);
+    wait_ms(w, deadline_ms(ROUTER_REQUEST_MOVING, ROUTER_EVENT_MOVE_FAILED) - 1);
+    assert_int_equal(counters_of(w).gave_way, 0);
+    wait_ms(w, 2);
+    assert_int_equal(counters_of(w).gave_way, 1);
+    wait_ms(w, 500);
+    assert_whole(w, a);
+    world_free(w);
+}
+
 static void a_move_that_does_not_land_is_given_up(void **state)
 {
     (void)state;
@@ -425,6 +485,89 @@ static void what_has_moved_and_makes_no_token_is_given_up(void **state)
     assert_given_up_after(w, deadline_ms(ROUTER_REQUEST_MOVING, ROUTER_EVENT_MOVED));
     assert_goes_on(w, a, 1);
     world_free(w);
+}
+
+/* ---- all of it ---- */
+
+/* Nothing but the deadline of all of it ends a request soon. */
+static void only_in_all(router_core_config *config)
+{
+    config->queue_ns = config->lease_ns = config->prefill_ns = config->transfer_ns =
+        config->decode_idle_ns = PATIENT_MS * PD_NS_PER_MS;
+    config->total_ns = TOTAL_MS * PD_NS_PER_MS;
+}
+
+typedef struct phase {
+    router_request_state state;
+    uint32_t decodes;
+    bool runs;  /* decoding: token after token, not standing still */
+    bool again; /* queued: for a second attempt */
+} phase;
+
+/* Asks, and sees to it that the request comes to that phase and never leaves it. */
+static answer *ask_to_stay_in(world *w, const phase *p)
+{
+    fake *f = &w->fake;
+    const fake_worker *from;
+    const fake_lease *lease;
+    if (p->state == ROUTER_REQUEST_SUSPENDED)
+        return suspend(w, &from, &lease);
+    if (p->state == ROUTER_REQUEST_MOVING) {
+        f->lose[PD_MSG_SHIP_REQUEST] = UINT32_MAX;
+        return begin_to_move(w);
+    }
+    f->lose[PD_MSG_LEASE_REPLY] = p->state == ROUTER_REQUEST_LEASING;
+    f->lose[PD_MSG_PREFILL_REQUEST] = p->state == ROUTER_REQUEST_PREFILLING;
+    f->silent_landings = p->state == ROUTER_REQUEST_LANDING ? 1000 : 0;
+    f->lose[PD_MSG_DECODE_START] = p->state == ROUTER_REQUEST_LANDING;
+    answer *a = ask(w, 40, 3000);
+    if (p->state == ROUTER_REQUEST_DECODING || p->again)
+        wait_for_token(w, a, 30);
+    if (p->state == ROUTER_REQUEST_DECODING && !p->runs)
+        f->lose[PD_MSG_STEP_TOKENS] = UINT32_MAX;
+    if (p->again)
+        bring_down(w, place_of(w, a));
+    return a;
+}
+
+static uint64_t failed_in(const world *w, router_request_state state)
+{
+    uint32_t count, row = 0;
+    const router_transition *table = router_lifecycle_table(&count);
+    while (row < count && (table[row].from != state || table[row].event != ROUTER_EVENT_FAILED))
+        row++;
+    assert_true(row < count);
+    return router_core_transitions(w->fake.core, &count)[row];
+}
+
+static void whatever_a_request_waits_for_all_of_it_ends_in_time(void **state)
+{
+    (void)state;
+    static const phase phases[] = {
+        {ROUTER_REQUEST_QUEUED, 0, false, false},  {ROUTER_REQUEST_QUEUED, 1, false, true},
+        {ROUTER_REQUEST_LEASING, 1, false, false}, {ROUTER_REQUEST_PREFILLING, 1, false, false},
+        {ROUTER_REQUEST_LANDING, 1, false, false}, {ROUTER_REQUEST_DECODING, 1, false, false},
+        {ROUTER_REQUEST_DECODING, 1, true, false}, {ROUTER_REQUEST_SUSPENDED, 3, false, false},
+        {ROUTER_REQUEST_MOVING, 3, false, false}};
+    for (size_t i = 0; i < sizeof phases / sizeof phases[0]; i++) {
+        const phase *p = &phases[i];
+        world *w = world_under(212, 1, p->decodes, only_in_all);
+        uint64_t due_ns = w->fake.now_ns + TOTAL_MS * PD_NS_PER_MS;
+        const answer *a = ask_to_stay_in(w, p);
+        fake_run(&w->fake, due_ns - 1);
+        assert_int_equal(a->ends, 0);
+        assert_true(!p->runs || a->next > TOTAL_MS / 2);
+        fake_run(&w->fake, due_ns);
+        assert_int_equal(a->ends, 1);
+        assert_int_equal(a->status, 504);
+        assert_string_equal(a->code, "deadline_exceeded");
+        assert_int_equal(failed_in(w, p->state), 1);
+        wait_ms(w, 100);
+        assert_nothing_left(w);
+        assert_int_equal(counters_of(w).retried, p->again);
+        assert_int_equal(given_up(w), 0);
+        world_free(w);
+    }
 }
 
 /* ---- the end ---- */
@@ -469,8 +612,10 @@ int main(void)
         cmocka_unit_test(an_answer_that_stops_is_given_up_an_idle_time_after_its_last_token),
         cmocka_unit_test(a_suspended_sequence_gives_way_in_time),
         cmocka_unit_test(a_move_whose_lease_is_not_answered_is_given_up),
+        cmocka_unit_test(a_move_that_fails_leaves_the_time_of_a_suspended_sequence),
         cmocka_unit_test(a_move_that_does_not_land_is_given_up),
         cmocka_unit_test(what_has_moved_and_makes_no_token_is_given_up),
+        cmocka_unit_test(whatever_a_request_waits_for_all_of_it_ends_in_time),
         cmocka_unit_test(an_answer_does_not_wait_for_a_last_word),
     };
     pd_log_init("test", PD_LOG_ERROR);

@@ -44,6 +44,51 @@ static void a_dear_move_gives_way_though_there_is_room(void **state)
     }
 }
 
+static void middling_links(router_core_config *config)
+{
+    config->cost.ship_byte_ms = 2e-5;
+}
+
+/* The link and what is leased are the same: what to compute again grows with the answer. */
+static void a_short_answer_is_computed_again_where_a_long_one_moves(void **state)
+{
+    (void)state;
+    for (uint32_t far = 0; far < 2; far++) {
+        world *w = world_of(65, 2, middling_links);
+        answer *a = ask(w, 40, 400);
+        wait_for_token(w, a, far ? 300 : 5);
+        suspend(w);
+        wait_ms(w, 900);
+        assert_whole(w, a);
+        assert_int_equal(counters_of(w).moves, far);
+        assert_int_equal(counters_of(w).gave_way, 1 - far);
+        assert_int_equal(counters_of(w).moves_failed, 0);
+        world_free(w);
+    }
+}
+
+/* 40 tokens and 200 to come are 16 blocks at most, the one that is begun next among them. */
+static void who_has_no_room_is_not_asked_to_take_a_sequence(void **state)
+{
+    (void)state;
+    for (uint32_t room = 15; room <= 16; room++) {
+        world *w = world_of(66, 2, NULL);
+        answer *a = ask(w, 40, 200);
+        wait_for_token(w, a, 5);
+        fake_worker *other = &w->fake.workers[place_of(w, a) == 1 ? 2 : 1];
+        other->ledger =
+            (pd_ledger){.total = 512, .free = 4, .cached = room - 4, .leased = 512 - room};
+        wait_ms(w, 110); /* and the router has been told */
+        suspend(w);
+        wait_ms(w, 600);
+        assert_whole(w, a);
+        assert_int_equal(other->last_lease.key.number != 0, room == 16);
+        assert_int_equal(counters_of(w).moves, room == 16);
+        assert_int_equal(counters_of(w).gave_way, room == 15);
+        world_free(w);
+    }
+}
+
 typedef struct load {
     uint32_t running, context_blocks;
 } load;
@@ -92,6 +137,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_dear_move_gives_way_though_there_is_room),
+        cmocka_unit_test(a_short_answer_is_computed_again_where_a_long_one_moves),
+        cmocka_unit_test(who_has_no_room_is_not_asked_to_take_a_sequence),
         cmocka_unit_test(a_sequence_moves_to_the_cheaper_of_two),
     };
     pd_log_init("test", PD_LOG_ERROR);

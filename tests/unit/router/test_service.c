@@ -42,7 +42,7 @@ typedef struct stage {
     pd_token_ids answer; /* what the workers say, then an end token */
     script scripts[KEYS_MAX];
     uint32_t welcomed, cancels, prefills, leases;
-    uint64_t beat_ns;
+    uint64_t beat_ns, total_ns; /* total_ns: a request's deadline */
     void (*client)(struct stage *stage);
     /* the client's */
     char text[1 << 18];
@@ -237,7 +237,7 @@ static void make_service(stage *s)
                                         .prefill_ns = 5 * PD_NS_PER_S,
                                         .transfer_ns = 5 * PD_NS_PER_S,
                                         .decode_idle_ns = 5 * PD_NS_PER_S,
-                                        .total_ns = 20 * PD_NS_PER_S,
+                                        .total_ns = s->total_ns,
                                         .heartbeat_ns = PD_NS_PER_S,
                                         .lost_after_ns = 5 * PD_NS_PER_S};
     pd_cost_init(&options.core.cost);
@@ -262,11 +262,13 @@ static void make_service(stage *s)
 
 static uint32_t active_at_end;
 
-static void with_service(stage *s, bool workers, void (*client)(stage *stage))
+static void with_service_that_takes(stage *s, uint64_t total_ns, bool workers,
+                                    void (*client)(stage *stage))
 {
     pthread_t thread;
     memset(s, 0, sizeof *s);
     s->client = client;
+    s->total_ns = total_ns;
     assert_int_equal(pd_loop_create(&s->loop), PD_OK);
     make_service(s);
     assert_int_equal(
@@ -293,6 +295,11 @@ static void with_service(stage *s, bool workers, void (*client)(stage *stage))
     pd_loop_destroy(s->loop);
     if (s->failures > 0)
         fail_msg("%d checks failed, the first: %s", s->failures, s->failed);
+}
+
+static void with_service(stage *s, bool workers, void (*client)(stage *stage))
+{
+    with_service_that_takes(s, 20 * PD_NS_PER_S, workers, client);
 }
 
 static int open_model(void **state)
@@ -538,6 +545,40 @@ static void without_workers_a_stream_gets_a_status_not_a_broken_stream(void **st
     with_service(&s, false, no_workers_client);
 }
 
+/* A stream that has begun, and an answer whose workers say nothing. */
+static void late_client(stage *s)
+{
+    static const char *const BODIES[] = {
+        "{\"model\":\"M\",\"prompt\":\"a\",\"stream\":true,\"max_tokens\":4000,"
+        "\"ignore_eos\":true}",
+        "{\"model\":\"M\",\"prompt\":\"a\"}"};
+    for (int i = 0; i < 2; i++) {
+        uint64_t asked_ns = pd_clock_now_ns();
+        __atomic_store_n(&s->silent, i > 0, __ATOMIC_RELEASE);
+        post(s, "/v1/completions", BODIES[i]);
+        uint64_t took_ns = pd_clock_now_ns() - asked_ns;
+        expect(s, s->status == (i == 0 ? 200 : 504), "504, where nothing was said yet");
+        expect(s, count(s, "\"code\":\"deadline_exceeded\"") == 1, "why");
+        expect(s, i > 0 || (has(s, "\"text\":\"One\"") && !has(s, "\"finish_reason\":\"")),
+               "in the midst");
+        expect(s, took_ns >= s->total_ns && took_ns < s->total_ns + 5 * PD_NS_PER_S, "in time");
+    }
+    int fd = client_connect(s->port);
+    client_get(fd, "/metrics");
+    client_read_until(fd, "kvferry_worker_queue_seconds{", s->text, sizeof s->text);
+    expect(s, has(s, "finished_reason=\"timeout\"} 2\n"), "two too late");
+    close(fd);
+}
+
+static void who_takes_longer_than_the_total_deadline_is_told_504(void **state)
+{
+    (void)state;
+    NEED_MODEL();
+    static stage s;
+    with_service_that_takes(&s, 1500 * PD_NS_PER_MS, true, late_client);
+    assert_int_equal(active_at_end, 0);
+}
+
 /* A32: nobody is counted twice, nobody is left out, and both bills for prompts agree. */
 static void counted_client(stage *s)
 {
@@ -619,6 +660,7 @@ int main(void)
         cmocka_unit_test(a_client_that_leaves_is_cancelled_everywhere),
         cmocka_unit_test(a_lease_is_cancelled_when_the_client_leaves_first),
         cmocka_unit_test(without_workers_a_stream_gets_a_status_not_a_broken_stream),
+        cmocka_unit_test(who_takes_longer_than_the_total_deadline_is_told_504),
         cmocka_unit_test(whoever_ends_a_request_it_is_counted_once),
         cmocka_unit_test(text_pages),
     };

@@ -28,7 +28,8 @@ static pd_ledger ledger(world *w)
     return w->prefill.ops->ledger(w->prefill.core);
 }
 
-static world_request *ask_pulling(world *w, const uint32_t *prompt, uint32_t pull_ms)
+static world_request *ask_pulling_from(world *w, uint64_t source, const uint32_t *prompt,
+                                       uint32_t pull_ms)
 {
     pd_message message = {.kind = PD_MSG_PREFILL_REQUEST};
     pd_msg_prefill_request *asked = &message.prefill_request;
@@ -45,11 +46,16 @@ static world_request *ask_pulling(world *w, const uint32_t *prompt, uint32_t pul
     asked->hashes_count = r->hashes_count;
     asked->max_tokens = 1;
     snprintf(asked->pull.name, sizeof asked->pull.name, "source");
-    asked->pull.incarnation = SOURCE;
+    asked->pull.incarnation = source;
     asked->pull_blocks = PULLED;
     asked->pull_ms = pull_ms;
     world_to(w, &w->prefill, &message);
     return r;
+}
+
+static world_request *ask_pulling(world *w, const uint32_t *prompt, uint32_t pull_ms)
+{
+    return ask_pulling_from(w, SOURCE, prompt, pull_ms);
 }
 
 static pull begin(uint32_t pull_ms)
@@ -303,6 +309,48 @@ static void a_cancel_leaves_nothing_but_what_may_be_written(void **state)
     world_destroy(p.w);
 }
 
+static uint32_t asked_for_last_words(const world *w, const world_request *r)
+{
+    uint32_t asked = 0;
+
+    for (uint32_t i = 0; i < w->wire_count; i++) {
+        const world_packet *packet = &w->wire[i];
+        uint64_t seals[PD_NOTICE_SEALS_MAX];
+        pd_notice notice;
+        if (packet->notice &&
+            pd_notice_unpack(packet->bytes, packet->bytes_len, seals, &notice) == PD_OK)
+            asked += notice.kind == PD_NOTICE_ASK && notice.key.number == r->key.number;
+    }
+    return asked;
+}
+
+/* The source's last word is lost: it is asked for after two seconds, and every two seconds. */
+static void who_waits_for_a_last_word_asks_for_it(void **state)
+{
+    (void)state;
+    world *w = world_create(&(world_setup){.seed = 1, .seals = true});
+    uint64_t source = w->decode.options.incarnation;
+    uint32_t prompt[PROMPT];
+
+    for (uint32_t i = 0; i < PROMPT; i++)
+        prompt[i] = i * 3 % WORLD_VOCAB;
+    world_request *r = ask_pulling_from(w, source, prompt, 1000);
+    world_cancel(w, r);
+    assert_int_equal(ledger(w).quarantined, PULLED);
+    world_tick(w, 1);
+    for (uint32_t times = 0; times < 3; times++) {
+        world_tick(w, 1999);
+        assert_int_equal(asked_for_last_words(w, r), times);
+        world_tick(w, 1);
+        assert_int_equal(asked_for_last_words(w, r), times + 1);
+    }
+    assert_int_equal(ledger(w).quarantined, PULLED);
+    w->prefill.ops->peer_dead(w->prefill.core, source, w->now_ns);
+    assert_int_equal(ledger(w).quarantined, 0);
+    w->wire_count = 0;
+    world_destroy(w);
+}
+
 /* By any router it may hear that its source writes nothing; of another one that says nothing. */
 static void another_workers_word_is_no_word_of_the_source(void **state)
 {
@@ -454,6 +502,7 @@ int main(void)
         cmocka_unit_test(a_bad_block_is_asked_for_once_more),
         cmocka_unit_test(without_its_source_a_prompt_is_computed),
         cmocka_unit_test(a_cancel_leaves_nothing_but_what_may_be_written),
+        cmocka_unit_test(who_waits_for_a_last_word_asks_for_it),
         cmocka_unit_test(another_workers_word_is_no_word_of_the_source),
         cmocka_unit_test(pulls_of_any_kind_leave_answers_right),
     };
