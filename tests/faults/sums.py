@@ -1,16 +1,19 @@
 """What all parts of a run of the suite faults showed together.
 
-    python3 tests/faults/sums.py build/test-results/faults-*-of-14.json
+    .venv/bin/python tests/faults/sums.py build/test-results/faults-*-of-14.json
 
 Exit status 1: a part is missing, is there twice, is of another commit or kind than the others, or was cut short; a test
 failed; or the median from SIGKILL of a decode worker to its streams going on is not under a second.
 """
 
 import json
+import os
 import statistics
 import sys
 
-import moments
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "integration"))
+
+import moments  # noqa: E402
 
 
 def judge(parts):

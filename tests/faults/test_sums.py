@@ -1,6 +1,10 @@
 """What puts the parts of a run together says so when one is missing, failed, or too slow."""
 
 import copy
+import json
+import os
+import subprocess
+import sys
 
 import moments
 import sums
@@ -42,3 +46,15 @@ def test_the_median_is_over_all_parts():
     made[0]["gaps_s"] = [1.4] * 5  # one slow part of three is not half of the streams
     assert sums.judge(made)[1] == []
     assert "1.20 s in the median" in sums.judge(parts(slow=3))[1][0]
+
+
+def test_it_runs_by_itself(tmp_path):
+    paths = []
+    for part in parts(slow=3):
+        paths.append(tmp_path / f"faults-{part['part']}-of-3.json")
+        paths[-1].write_text(json.dumps(part))
+    done = subprocess.run([sys.executable, os.path.join(os.path.dirname(__file__), "sums.py"), *paths], check=False, capture_output=True, text=True)
+    assert done.returncode == 1 and "WRONG: streams go on after 1.20 s in the median, 1.0 s is the goal" in done.stdout, done
+    paths[0].write_text("{")
+    done = subprocess.run([sys.executable, os.path.join(os.path.dirname(__file__), "sums.py"), *paths], check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and "faults-1-of-3.json" in done.stderr, done
