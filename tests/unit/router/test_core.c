@@ -464,7 +464,7 @@ static void refuse(void (*spoil)(pd_msg_hello *hello), const char *one, const ch
     /* A second worker that says something else. */
     fake_worker *bad = &w->fake.workers[w->fake.workers_count++];
     *bad = (fake_worker){.alive = true, .role = PD_ROLE_DECODE, .incarnation = 99, .blocks = 8};
-    strcpy(bad->name, "decode-9");
+    snprintf(bad->name, sizeof bad->name, "decode-9");
     snprintf(bad->identity, sizeof bad->identity, "decode-9/%016x", 99);
     pd_message message = {.kind = PD_MSG_HELLO};
     fake_hello(&w->fake, bad, &message.hello);
@@ -491,13 +491,13 @@ static void other_model(pd_msg_hello *hello)
 
 static void other_name(pd_msg_hello *hello)
 {
-    strcpy(hello->model, "another");
+    snprintf(hello->model, sizeof hello->model, "another");
 }
 
 static void other_layout(pd_msg_hello *hello)
 {
     hello->layout_fingerprint = 6;
-    strcpy(hello->layout, "f16 other");
+    snprintf(hello->layout, sizeof hello->layout, "f16 other");
 }
 
 static void other_blocks(pd_msg_hello *hello)
@@ -636,7 +636,7 @@ static void a_router_that_restarts_finds_its_workers(void **state)
     pd_message message = {.kind = PD_MSG_HEARTBEAT, .heartbeat = {.incarnation = 5}};
     fake_worker *worker = &w->fake.workers[w->fake.workers_count++];
     *worker = (fake_worker){.alive = true, .role = PD_ROLE_DECODE};
-    strcpy(worker->identity, "decode-0/0000000000000005");
+    snprintf(worker->identity, sizeof worker->identity, "decode-0/0000000000000005");
     router_core_on_message(w->fake.core, worker->identity, &message, w->fake.now_ns);
     /* Hearing another incarnation of a router, the worker says hello again. */
     assert_int_equal(w->fake.sent[PD_MSG_ROUTER_HEARTBEAT], 1);

@@ -380,6 +380,17 @@ static answer *begin_to_move(world *w)
     return a;
 }
 
+/* To the millisecond, and its answer is whole all the same. */
+static void assert_gives_way_in(world *w, const answer *a, uint64_t ms)
+{
+    wait_ms(w, ms - 1);
+    assert_int_equal(counters_of(w).gave_way, 0);
+    wait_ms(w, 2);
+    assert_int_equal(counters_of(w).gave_way, 1);
+    wait_ms(w, 500);
+    assert_whole(w, a);
+}
+
 static void a_suspended_sequence_gives_way_in_time(void **state)
 {
     (void)state;
@@ -387,12 +398,7 @@ static void a_suspended_sequence_gives_way_in_time(void **state)
     const fake_worker *from;
     const fake_lease *lease;
     const answer *a = suspend(w, &from, &lease);
-    wait_ms(w, deadline_ms(ROUTER_REQUEST_DECODING, ROUTER_EVENT_SUSPENDED) - 1);
-    assert_int_equal(counters_of(w).gave_way, 0);
-    wait_ms(w, 2);
-    assert_int_equal(counters_of(w).gave_way, 1);
-    wait_ms(w, 500);
-    assert_whole(w, a);
+    assert_gives_way_in(w, a, deadline_ms(ROUTER_REQUEST_DECODING, ROUTER_EVENT_SUSPENDED));
     world_free(w);
 }
 
@@ -452,12 +458,7 @@ static void a_move_that_fails_leaves_the_time_of_a_suspended_sequence(void **sta
         .lease_reply = {.key = to->last_lease.key, .bound = true, .status = PD_E_OVERLOAD}};
     say(w, to, &refused);
     assert_int_equal(counters_of(w).moves_failed, 1);
-    wait_ms(w, deadline_ms(ROUTER_REQUEST_MOVING, ROUTER_EVENT_MOVE_FAILED) - 1);
-    assert_int_equal(counters_of(w).gave_way, 0);
-    wait_ms(w, 2);
-    assert_int_equal(counters_of(w).gave_way, 1);
-    wait_ms(w, 500);
-    assert_whole(w, a);
+    assert_gives_way_in(w, a, deadline_ms(ROUTER_REQUEST_MOVING, ROUTER_EVENT_MOVE_FAILED));
     world_free(w);
 }
 

@@ -413,10 +413,9 @@ static void a_client_that_has_left_holds_no_connection(void **state)
 
 static void header_client(site *s)
 {
-    static char head[70000];
-    int n = sprintf(head, "GET /echo HTTP/1.1\r\nHost: x\r\nX-Big: ");
-    memset(head + n, 'a', 60000);
-    strcpy(head + n + 60000, "\r\n\r\n");
+    static char head[70000], value[60001];
+    memset(value, 'a', sizeof value - 1);
+    snprintf(head, sizeof head, "GET /echo HTTP/1.1\r\nHost: x\r\nX-Big: %s\r\n\r\n", value);
     int fd = client_connect(s->port);
     client_write(fd, head, strlen(head));
     client_read_until(fd, "\r\n\r\n", s->text, sizeof s->text);
